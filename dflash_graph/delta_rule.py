@@ -1,0 +1,148 @@
+"""The gated delta rule, column by column: the one arithmetic of verify, fold and prefill.
+
+Per value head, with the state S `[Dv, Dk]` in float32 (spec, "The target"):
+
+    S := exp(g) S;   u = v - S k;   S := S + u (beta k)^T;   y = S q / sqrt(Dk)
+
+q and k are divided by `sqrt(sum(x^2) + 1e-6)`, and value head h reads key head `h // (Hv / Hk)`.
+All that does not depend on S is evaluated in float64 for the whole block and rounded once; a step
+is four products of one shape per head. So the bits of a column depend on the columns before it and
+on nothing else, and a state that was stored after a column and loaded again goes on with the same
+bits.
+
+Every function takes float64 as well and then is the plain formula: that is the oracle.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+NORM_EPS: Final = 1e-6
+
+
+class Column(NamedTuple):
+    """What one column brings to the `heads = B * Hv` states of a block."""
+
+    decay: Tensor  # [heads, 1, 1], exp(g)
+    k: Tensor  # [heads, Dk, 1], normalized
+    v: Tensor  # [heads, Dv, 1]
+    beta_k: Tensor  # [heads, 1, Dk]
+    q: Tensor | None  # [heads, Dk, 1], normalized and divided by sqrt(Dk)
+
+
+def delta_rule_step(states: Tensor, column: Column, y: Tensor | None = None) -> None:
+    """Advance the states by one column.
+
+    Args:
+        states: `[heads, Dv, Dk]`, changed in place.
+        column: the column's inputs; its `q` may be None if `y` is.
+        y: `[heads, Dv, 1]`, takes the outputs if given.
+    """
+    states.mul_(column.decay)
+    u = torch.baddbmm(column.v, states, column.k, alpha=-1.0)
+    states.baddbmm_(u, column.beta_k)
+    if y is not None:
+        assert column.q is not None, "an output needs a query"
+        torch.bmm(states, column.q, out=y)
+
+
+def delta_rule(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    *,
+    q: Tensor | None = None,
+    store: bool,
+) -> Tensor | None:
+    """Run the first `counts[b]` columns of every request from its state.
+
+    Args:
+        k: `[B, W, Hk, Dk]`, before normalization; `q` likewise, or None if no outputs are needed.
+        v: `[B, W, Hv, Dv]`.
+        beta: `[B, W, Hv]`, dtype of `state`; `g` likewise.
+        state: `[slots, Hv, Dv, Dk]`, float32 (float64 in an oracle).
+        slots: `[B]` int32, every request's place in `state`.
+        counts: `[B]` int32.
+        store: leave the state after the last of its columns in `state`; a request with count 0
+            keeps its bytes.
+
+    Returns:
+        `[B, W, Hv, Dv]`, dtype of `state`, zeros from column `counts[b]` on; None without `q`.
+    """
+    batch, width, heads, value_dim = v.shape
+    places, ends = slots.tolist(), counts.tolist()
+    states = _paired(torch.cat([state[place] for place in places]))
+    ys = None
+    if q is not None:
+        ys = states.new_empty(width, states.shape[0], value_dim, 1)
+    for index, column in enumerate(block_columns(k, v, beta, g, q, state.dtype)[: max(ends)]):
+        delta_rule_step(states, column, None if ys is None else ys[index])
+        if store:
+            for request, end in enumerate(ends):
+                if end == index + 1:
+                    state[places[request]] = states[request * heads : (request + 1) * heads]
+    if ys is None:
+        return None
+    y = ys[:, : batch * heads].reshape(width, batch, heads, value_dim).transpose(0, 1).contiguous()
+    for request, end in enumerate(ends):
+        if end < width:
+            y[request, end:] = 0.0
+    return y
+
+
+def column_flops(key_heads: int, heads: int, key_dim: int, value_dim: int, *, outputs: bool) -> int:
+    """Floating-point operations of one column of one request, with or without outputs."""
+    norms = key_heads * (3 * key_dim + 2)
+    # exp(g), decay, S k, u, beta k, u (beta k)^T
+    step = heads * (1 + 5 * value_dim * key_dim + value_dim + key_dim)
+    if not outputs:
+        return norms + step
+    return 2 * norms + step + heads * (2 * value_dim * key_dim + value_dim)
+
+
+def block_columns(
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor, q: Tensor | None, dtype: torch.dtype
+) -> list[Column]:
+    """The columns of a block, with all evaluated that does not depend on a state.
+
+    Args:
+        k, v, beta, g, q: as for `delta_rule`.
+        dtype: dtype of the states.
+    """
+    batch, width, heads, value_dim = v.shape
+    key_heads, key_dim = k.shape[2:]
+
+    def unbound(x: Tensor, *shape: int) -> tuple[Tensor, ...]:
+        """`[B, W, Hv, ...]` to W contiguous tensors `[B * Hv, *shape]`."""
+        x = x.to(dtype).transpose(0, 1).reshape(width, batch * heads, *shape)
+        return _paired(x, dim=1).unbind()
+
+    wide = (k if q is None else torch.cat((k, q), dim=2)).double()
+    unit = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + NORM_EPS)
+    unit = unit.view(batch, width, -1, key_heads, 1, key_dim)
+    unit = unit.expand(-1, -1, -1, -1, heads // key_heads, -1)
+    unit = unit.reshape(batch, width, -1, heads, key_dim)  # k first, then q
+    unit_k = unit[:, :, 0]
+    qs: tuple[Tensor | None, ...] = (None,) * width
+    if q is not None:
+        qs = unbound(unit[:, :, 1] * key_dim**-0.5, key_dim, 1)
+    parts = (
+        unbound(torch.exp(g.double()), 1, 1),
+        unbound(unit_k, key_dim, 1),
+        unbound(v, value_dim, 1),
+        unbound(unit_k * beta.double()[..., None], 1, key_dim),
+        qs,
+    )
+    return [Column(*column) for column in zip(*parts, strict=True)]
+
+
+def _paired(x: Tensor, dim: int = 0) -> Tensor:
+    """`x`, doubled along `dim` where that has one entry: BLAS computes a batch of one otherwise."""
+    return x.repeat_interleave(2, dim=dim) if x.shape[dim] == 1 else x

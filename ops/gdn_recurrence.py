@@ -1,0 +1,64 @@
+"""gdn_recurrence: the gated delta rule over a block, without changing the state.
+
+Math:     S := state[slots[b]];  for every live column, per value head h with key head h // (Hv/Hk):
+          q, k := x / sqrt(sum(x^2) + 1e-6);  S := exp(g) S;  u = beta (v - S k);  S := S + u k^T;
+          y = (S q) / sqrt(Dk)
+Shapes:   q, k [B, W, Hk, Dk]; v [B, W, Hv, Dv]; beta, g [B, W, Hv] float32;
+          state [slots, Hv, Dv, Dk] float32; slots, live [B] int32; y [B, W, Hv, Dv] float32
+Numeric:  float32 state, rounded after every step; row-invariant
+Effects:  writes all of y, zeros in columns i >= live[b], whose inputs have no effect; state is
+          read only
+Raises:   ShapeError if Hk does not divide Hv
+Source:   spec "The target" (Gated DeltaNet), "State" (records)
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dflash_graph.delta_rule import column_flops, delta_rule
+from dflash_graph.op import Op, Sizes, ints, state, tensor
+
+
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    live: Tensor,
+) -> Tensor:
+    y = delta_rule(k, v, beta, g, state, slots, live, q=q, store=False)
+    assert y is not None, "queries were given"
+    return y
+
+
+def _check(n: Sizes) -> str | None:
+    return f"Hk = {n.Hk} must divide Hv = {n.Hv}" if n.Hv % n.Hk else None
+
+
+def _flops(n: Sizes) -> int:
+    return n.B * n.W * column_flops(n.Hk, n.Hv, n.Dk, n.Dv, outputs=True)
+
+
+OP = Op(
+    name="gdn_recurrence",
+    inputs={
+        "q": tensor("B W Hk Dk"),
+        "k": tensor("B W Hk Dk"),
+        "v": tensor("B W Hv Dv"),
+        "beta": tensor("B W Hv", "float32"),
+        "g": tensor("B W Hv", "float32"),
+        "state": state("slots Hv Dv Dk", "float32"),
+        "slots": ints("B"),
+        "live": ints("B"),
+    },
+    outputs={"y": tensor("B W Hv Dv", "float32")},
+    reference=reference,
+    flops=_flops,
+    reads={"state": lambda n: n.B * n.Hv * n.Dv * n.Dk},
+    check=_check,
+    opaque=True,
+)
