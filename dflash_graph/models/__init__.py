@@ -1,0 +1,1 @@
+"""Models declare graphs and nothing else: no bytes, no devices, no launch parameters."""

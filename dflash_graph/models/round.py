@@ -1,0 +1,272 @@
+"""A round joins target and draft: a forward segment (materialize, propose, verify, accept) and a
+finish segment.
+
+Plain decoding is the same declaration with `draft_tokens = 0`: one column, nothing proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_graph.errors import OptionError
+from dflash_graph.graph import Backend, Graph, GraphBuilder, GraphKey, Value
+from dflash_graph.models import dflash, dflash2
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.qwen3_5 import (
+    Records,
+    TargetInputs,
+    TargetOutputs,
+    continuation_hidden,
+    declare_pass,
+    gdn_state,
+    head_weight,
+)
+from dflash_graph.models.qwen3_5 import declare_state as declare_target_state
+
+_PROPOSALS = {"dflash": dflash.declare_proposal, "dflash2": dflash2.declare_proposal}
+
+
+@dataclass(frozen=True)
+class Round:
+    """The two segments of a round for one `(K, B, backend)`; they share retained values by name."""
+
+    forward: Graph
+    finish: Graph
+
+    @property
+    def segments(self) -> tuple[Graph, Graph]:
+        return (self.forward, self.finish)
+
+
+def declare_round(
+    pair: ModelPair,
+    backend: Backend,
+    *,
+    draft_tokens: int,
+    batch: int,
+    given_drafts: bool = False,
+    scores: bool = False,
+) -> Round:
+    """Declare a round.
+
+    Args:
+        pair: target and draft; without a draft nothing proposes, so `draft_tokens` must be 0 or
+            drafts given.
+        backend: the lowering it is meant for.
+        draft_tokens: K, 0..15.
+        batch: B, 1..8.
+        given_drafts: proposals stand in the frame (`drafts`, `[B, K]`) instead of coming from the
+            draft: for proposers of one's own, and for tests that force an acceptance.
+        scores: also retain the head's scores of every column, `verify/scores` float32 `[B, W, V]`.
+
+    Raises:
+        OptionError: K or B is out of range, or there is nothing to propose K > 0 drafts.
+        UnsupportedModelError: the target has no graph yet.
+    """
+    if not 0 <= draft_tokens <= 15:
+        raise OptionError(f"draft_tokens: expected 0..15, got {draft_tokens}")
+    if not 1 <= batch <= 8:
+        raise OptionError(f"batch: expected 1..8, got {batch}")
+    if draft_tokens and pair.draft is None and not given_drafts:
+        raise OptionError(
+            f"draft_tokens: expected 0 (no draft, no given drafts), got {draft_tokens}"
+        )
+    columns = draft_tokens + 1
+    g = pair.builder("forward", backend, draft_tokens=draft_tokens, batch=batch, columns=columns)
+    outputs = _declare_forward(g, pair, given_drafts=given_drafts, scores=scores)
+    forward = g.build()
+    return Round(forward, _declare_finish(pair, forward, outputs))
+
+
+def declare_prefill(pair: ModelPair, backend: Backend, *, tokens: int) -> Graph:
+    """Declare a prefill chunk of one request: up to `tokens` columns, committed as they are
+    computed.
+
+    Their features go straight into the draft's context, and the last live column's hidden becomes
+    the continuation hidden.
+    """
+    g = pair.builder("prefill", backend, draft_tokens=0, batch=1, columns=tokens)
+    inputs = TargetInputs(
+        ids=g.input("ids", (1, tokens)),
+        positions=g.input("positions", (3, 1, tokens)),
+        slots=g.input("slots", (1,)),
+        page_table=g.input("page_table", (1, "request_pages")),
+        start=g.input("frontier", (1,)),
+        live=g.input("live_columns", (1,)),
+    )
+    blocks = pair.draft.target_layer_ids if pair.draft else ()
+    with g.region("prefill"):
+        outputs = declare_pass(g, pair.target, inputs, blocks=blocks, prefill=True)
+        _stage_hidden(g, pair, outputs.hidden, inputs.slots, inputs.live)
+    if pair.draft:
+        with g.region("context"):
+            features = g.call(
+                "join_features",
+                features=[outputs.blocks[layer] for layer in blocks],
+                blocks=len(blocks),
+            )
+            where = dflash.ContextInputs(
+                positions=g.input("context_positions", (1, 1, tokens)),
+                slots=inputs.slots,
+                page_table=inputs.page_table,
+                start=inputs.start,
+                live=inputs.live,
+            )
+            dflash.declare_context(g, pair.draft, features, where, tiled=False)
+    return g.build()
+
+
+def declare_first_token(pair: ModelPair, backend: Backend) -> Graph:
+    """Declare the choice of a request's first token from its continuation hidden."""
+    g = pair.builder("first_token", backend, draft_tokens=0, batch=1, columns=1)
+    with g.region("first_token"):
+        hidden = g.call(
+            "slot_hidden",
+            continuation=continuation_hidden(g, pair.target),
+            slots=g.input("slots", (1,)),
+        )
+        targets, best = _target_choice(g, pair, hidden)
+        _accept(g, targets, targets, best, g.input("live_drafts", (1,)))
+    return g.build()
+
+
+def declare_state(pair: ModelPair, columns: int) -> tuple[Value, ...]:
+    """Every state of a pair, also where its target has no graph yet; `columns` is W."""
+    g = GraphBuilder(GraphKey("state", "eager", columns - 1, 1, columns, pair.dtype))
+    declare_target_state(g, pair.target)
+    if pair.draft:
+        dflash.declare_state(g, pair.draft, columns)
+    return g.build().by_role("state")
+
+
+def _declare_forward(
+    g: GraphBuilder, pair: ModelPair, *, given_drafts: bool, scores: bool
+) -> TargetOutputs:
+    batch, columns = g.key.batch, g.key.columns
+    slots = g.input("slots", (batch,))
+    page_table = g.input("page_table", (batch, "request_pages"))
+    anchor = g.input("anchor", (batch,))
+    frontier = g.input("frontier", (batch,))
+    live_drafts = g.input("live_drafts", (batch,))
+    live_columns = g.input("live_columns", (batch,))
+    positions = g.input("positions", (3, batch, columns))
+    drafts: Value | None = None
+    blocks: tuple[int, ...] = ()
+    draft = pair.draft if g.key.draft_tokens else None
+    if draft is not None:
+        blocks = draft.target_layer_ids
+        with g.region("materialize"):
+            features = g.call(
+                "pending_features", pending=dflash.pending_state(g, draft, columns), slots=slots
+            )
+            where = dflash.ContextInputs(
+                positions=g.input("context_positions", (1, batch, columns)),
+                slots=slots,
+                page_table=page_table,
+                start=g.input("context_frontier", (batch,)),
+                live=g.input("pending", (batch,)),
+            )
+            dflash.declare_context(g, draft, features, where, tiled=True)
+    if given_drafts:
+        drafts = g.input("drafts", (batch, g.key.draft_tokens))
+    elif draft is not None:
+        with g.region("propose"):
+            start = dflash.BlockInputs(
+                anchor=anchor,
+                positions=g.input("draft_positions", (1, batch, columns)),
+                slots=slots,
+                page_table=page_table,
+                frontier=frontier,
+                live=g.input("draft_columns", (batch,)),
+            )
+            drafts = _PROPOSALS[draft.kind](g, pair, start)
+    with g.region("verify"):
+        if drafts is None:
+            ids = g.call("block_ids", "ids", anchor=anchor, columns=1, mask_token_id=0)
+        else:
+            ids = g.call("verify_ids", "ids", anchor=anchor, drafts=drafts, live_drafts=live_drafts)
+        g.output(ids)
+        inputs = TargetInputs(ids, positions, slots, page_table, frontier, live_columns)
+        outputs = declare_pass(g, pair.target, inputs, blocks=blocks)
+        if scores:
+            head = head_weight(g, pair.target)
+            call = {"x": outputs.hidden, "weight": head, "multiplier": 1.0, "softcap": 0.0}
+            g.retain(g.call("head_scores", "scores", tiled=True, **call))
+        targets, best = _target_choice(g, pair, outputs.hidden)
+    with g.region("accept"):
+        _accept(g, ids, targets, best, live_drafts)
+    for value in (outputs.hidden, *outputs.blocks.values()):
+        g.retain(value)
+    return outputs
+
+
+def _declare_finish(pair: ModelPair, forward: Graph, outputs: TargetOutputs) -> Graph:
+    key = forward.key
+    g = pair.builder(
+        "finish", key.backend, draft_tokens=key.draft_tokens, batch=key.batch, columns=key.columns
+    )
+    slots = g.input("slots", (key.batch,))
+    committed = g.input("committed", (key.batch,))
+    with g.region("commit"):
+        for layer, record in outputs.records.items():
+            with g.region(f"layer.{layer}"):
+                _fold(g, pair, layer, record, slots, committed)
+        if outputs.blocks:
+            assert pair.draft is not None, "only a draft asks for features"
+            features = [g.retained(outputs.blocks[layer]) for layer in pair.draft.target_layer_ids]
+            g.call(
+                "stage_features",
+                features=features,
+                pending=dflash.pending_state(g, pair.draft, key.columns),
+                slots=slots,
+                committed=committed,
+                blocks=len(features),
+            )
+        _stage_hidden(g, pair, g.retained(outputs.hidden), slots, committed)
+    return g.build()
+
+
+def _fold(
+    g: GraphBuilder, pair: ModelPair, layer: int, record: Records, slots: Value, committed: Value
+) -> None:
+    columns, k, v, beta, decay = (g.retained(value) for value in record.values())
+    state, history = gdn_state(g, pair.target, layer)
+    where = {"slots": slots, "committed": committed}
+    g.call("gdn_fold", "fold", k=k, v=v, beta=beta, g=decay, state=state, **where)
+    g.call("conv_history_commit", "history", columns=columns, history=history, **where)
+
+
+def _stage_hidden(
+    g: GraphBuilder, pair: ModelPair, hidden: Value, slots: Value, committed: Value
+) -> None:
+    continuation = continuation_hidden(g, pair.target)
+    g.call(
+        "stage_hidden", hidden=hidden, continuation=continuation, slots=slots, committed=committed
+    )
+
+
+def _target_choice(g: GraphBuilder, pair: ModelPair, hidden: Value) -> tuple[Value, Value]:
+    choice: tuple[Value, Value] = g.call(
+        "head_argmax",
+        "choice",
+        x=hidden,
+        weight=head_weight(g, pair.target),
+        skip=0,
+        public_vocab=pair.emitted_vocab,
+        multiplier=1.0,
+        softcap=0.0,
+    )
+    return choice
+
+
+def _accept(g: GraphBuilder, ids: Value, targets: Value, best: Value, live_drafts: Value) -> None:
+    results = g.call(
+        "accept_greedy",
+        "greedy",
+        ids=ids,
+        targets=targets,
+        scores=best,
+        live_drafts=live_drafts,
+    )
+    for value in results:
+        g.output(value)

@@ -1,0 +1,1 @@
+"""Passes: a graph goes in, a new graph or a schedule comes out; nothing is changed in place."""
