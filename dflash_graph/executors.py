@@ -1,0 +1,171 @@
+"""executors: a planned, bound round for one exact batch size, and the prefill chunks beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_graph.errors import OptionError
+from dflash_graph.frame import Frame, FrameLayout, input_layout, output_layout
+from dflash_graph.graph import Backend, Graph
+from dflash_graph.lowering import eager, inductor
+from dflash_graph.lowering.segment import Probe, Segment
+from dflash_graph.models.round import Round
+from dflash_graph.op import dtype_of
+from dflash_graph.passes.check import check_segments
+from dflash_graph.passes.fuse import fuse
+from dflash_graph.passes.schedule import Schedule, schedule
+from dflash_graph.planner import Plan, plan
+from dflash_graph.state import Capacities
+from dflash_graph.tensor import WeightUse
+
+_LOWERINGS: Mapping[Backend, Callable[[Schedule, Mapping[str, Tensor]], Segment]] = {
+    "eager": eager.bind,
+    "inductor": inductor.bind,
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Segments that were checked, scheduled and planned together; still without a device.
+
+    Args:
+        schedules: one per segment, in running order.
+        plan: the arena they share.
+        inputs: layout of the one input frame.
+        outputs: layout of the one result frame.
+    """
+
+    schedules: tuple[Schedule, ...]
+    plan: Plan
+    inputs: FrameLayout
+    outputs: FrameLayout
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return tuple(schedule.graph for schedule in self.schedules)
+
+
+def compile_segments(segments: Sequence[Graph], capacities: Capacities) -> Compiled:
+    """Check, schedule, fuse and plan segments that run one after another. Needs no device and no
+    weights.
+    """
+    check_segments(segments)
+    schedules = tuple(fuse(schedule(graph)) for graph in segments)
+    bindings = capacities.bindings()
+    return Compiled(
+        schedules,
+        plan(schedules),
+        input_layout(segments, bindings),
+        output_layout(segments, bindings),
+    )
+
+
+class Executor:
+    """Compiled segments bound to an arena, frames, weights and state.
+
+    Args:
+        compiled: what to bind.
+        arena: `uint8`, at least `compiled.plan.arena_bytes`; shared with other executors, which
+            never run between two segments of one round.
+        weights: weight of each use.
+        state: state tensors by name.
+        backend: which lowering.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        arena: Tensor,
+        weights: Mapping[WeightUse, Tensor],
+        state: Mapping[str, Tensor],
+        backend: Backend,
+    ) -> None:
+        if backend not in _LOWERINGS:
+            raise OptionError(f"lowering: expected one of {sorted(_LOWERINGS)}, got {backend!r}")
+        self.compiled = compiled
+        self.arena = arena
+        self.inputs = Frame(compiled.inputs, arena.device)
+        self.outputs = Frame(compiled.outputs, arena.device)
+        self.tensors: dict[str, Tensor] = {}
+        offsets = compiled.plan.offsets()
+        for graph in compiled.graphs:
+            for value in graph.values.values():
+                if value.name in self.tensors:
+                    continue
+                if value.weight is not None:
+                    self.tensors[value.name] = weights[value.weight]
+                elif value.role == "state":
+                    self.tensors[value.name] = state[value.name]
+                elif value.role == "input":
+                    self.tensors[value.name] = self.inputs[value.name]
+                elif value.role == "output":
+                    self.tensors[value.name] = self.outputs[value.name]
+                elif value.name in offsets:
+                    offset, nbytes = offsets[value.name], value.spec.nbytes()
+                    view = arena[offset : offset + nbytes].view(dtype_of(value.spec.dtype))
+                    self.tensors[value.name] = view.view(value.spec.bind({}))
+        bind = _LOWERINGS[backend]
+        self.segments = tuple(bind(schedule, self.tensors) for schedule in compiled.schedules)
+
+    def run(self, index: int = 0, probe: Probe | None = None) -> None:
+        """Run one segment over what the input frame holds."""
+        self.segments[index].run(probe)
+
+    def poison(self) -> None:
+        """Fill the arena with bytes that read as NaN, and as impossible integers."""
+        self.arena.fill_(0xFF)
+
+
+class RoundExecutor(Executor):
+    """One exact-B round: `forward` proposes, verifies and accepts, `finish` commits."""
+
+    @classmethod
+    def of(
+        cls,
+        declared: Round,
+        capacities: Capacities,
+        arena: Tensor,
+        weights: Mapping[WeightUse, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> RoundExecutor:
+        """Compile and bind a declared round."""
+        compiled = compile_segments(declared.segments, capacities)
+        return cls(compiled, arena, weights, state, declared.forward.key.backend)
+
+    @property
+    def batch(self) -> int:
+        return self.compiled.graphs[0].key.batch
+
+    def forward(self, frame: Mapping[str, Any], probe: Probe | None = None) -> Frame:
+        """Run materialize, propose, verify and accept.
+
+        Args:
+            frame: input frame fields (see `dflash_graph.models.round`); those left out keep their
+                value.
+
+        Returns:
+            The result frame: `verify/ids` `[B, W]`, `accept/greedy.accepted`, `.licensed`,
+                `.finite` `[B]` and
+            `.outputs` `[B, W]`, int32; valid until the next forward.
+        """
+        self.inputs.fill(**frame)
+        self.run(0, probe)
+        return self.outputs
+
+    def finish(self, committed: Sequence[int] | Tensor, probe: Probe | None = None) -> None:
+        """Commit the first `committed[b]` columns of each request (0 leaves its state
+        untouched).
+        """
+        self.inputs.fill(committed=committed)
+        self.run(1, probe)
+
+
+def new_arena(plans: Sequence[Plan], device: str | torch.device) -> Tensor:
+    """One arena that fits the largest of several plans, poisoned."""
+    nbytes = max((plan.arena_bytes for plan in plans), default=0)
+    return torch.full((nbytes,), 0xFF, dtype=torch.uint8, device=device)

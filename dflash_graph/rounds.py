@@ -1,0 +1,312 @@
+"""rounds: from two checkpoints and a handful of options to the compiled executors an engine runs.
+
+`Model` is what is loaded (geometry, weights, vocabulary); `compile_rounds` turns it into `Rounds`:
+one executor per exact batch size, prefill chunks, one arena and the state pools. Other engines can
+stop here and drive the executors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash_graph.checkpoint import Checkpoint, draft_layout, target_layout
+from dflash_graph.errors import DeviceMemoryError, OptionError
+from dflash_graph.executors import (
+    Compiled,
+    Executor,
+    RoundExecutor,
+    compile_segments,
+    new_arena,
+)
+from dflash_graph.geometry import (
+    TargetGeometry,
+    read_draft_geometry,
+    read_generation_config,
+    read_target_geometry,
+)
+from dflash_graph.graph import Backend, Graph
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.round import (
+    Round,
+    declare_first_token,
+    declare_prefill,
+    declare_round,
+    declare_state,
+)
+from dflash_graph.options import EngineOptions
+from dflash_graph.state import Capacities, StatePools, plan_state
+from dflash_graph.tensor import WeightUse
+from dflash_graph.weights import WeightStore
+
+logger = logging.getLogger(__name__)
+
+#: Called with what is being done, steps done and steps in all.
+Progress = Callable[[str, int, int], None]
+
+#: Physical tokens of the smallest prefill chunk; a chunk takes the smallest power of two that holds
+#: it.
+SMALLEST_CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded pair.
+
+    Args:
+        pair: geometry and the choices that shape graphs.
+        weights: tensor of every weight use of the pair's graphs.
+        eos_token_ids: ids at which a request stops unless it asks not to.
+    """
+
+    pair: ModelPair
+    weights: Mapping[WeightUse, Tensor]
+    eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def load(
+        cls,
+        target_dir: str | Path,
+        draft_dir: str | Path | None,
+        options: EngineOptions,
+        *,
+        tokenizer_vocab: int | None = None,
+        progress: Progress | None = None,
+    ) -> Model:
+        """Read geometry and weights of a target and, for speculation, a draft.
+
+        Args:
+            target_dir: Hugging Face directory of the target.
+            draft_dir: of the draft; None decodes plainly. Not read with
+                `options.speculative=False`.
+            options: startup choices.
+            tokenizer_vocab: ids a tokenizer knows; the public vocabulary where the options set
+                none.
+            progress: called while weights are read, in bytes.
+
+        Raises:
+            ConfigError: a config is missing or impossible (see its subclasses for pairs and
+                architectures).
+            CheckpointError: a weight file or tensor is missing, extra, misshapen, ill-typed or
+                corrupt.
+            OptionError: an option contradicts the models.
+        """
+        options = options.resolved()
+        assert options.device is not None and options.dtype is not None
+        if not options.speculative:
+            draft_dir = None
+        target = read_target_geometry(target_dir)
+        pair = ModelPair(
+            target,
+            read_draft_geometry(draft_dir) if draft_dir is not None else None,
+            dtype=options.dtype,
+            public_vocab=_public_vocab(options, tokenizer_vocab, target),
+            draft_causality=options.draft_causality,
+        )
+        _log_causality(pair)
+        uses = weight_uses(pair)
+        checkpoints = {"target": Checkpoint.open(target_dir, target_layout(target))}
+        if draft_dir is not None and pair.draft is not None:
+            checkpoints["draft"] = Checkpoint.open(draft_dir, draft_layout(pair.draft))
+        read = None if progress is None else _named(progress, "weights")
+        weights = WeightStore.load(checkpoints, uses, options.device, read)
+        store = {use: weights[use] for use in weights}
+        return cls(pair, store, read_generation_config(target_dir))
+
+
+def weight_uses(pair: ModelPair) -> tuple[WeightUse, ...]:
+    """Every weight use of a pair's graphs; they do not depend on batch, chunk or backend."""
+    tokens = 1 if pair.draft else 0
+    graphs: list[Graph] = [
+        *declare_round(pair, "eager", draft_tokens=tokens, batch=1).segments,
+        declare_prefill(pair, "eager", tokens=1),
+        declare_first_token(pair, "eager"),
+    ]
+    uses = {value.weight: None for graph in graphs for value in graph.by_role("weight")}
+    return tuple(use for use in uses if use is not None)
+
+
+class Rounds(Mapping[int, RoundExecutor]):
+    """Compiled executors by exact batch size, and what they share.
+
+    Args:
+        model: the loaded pair.
+        options: startup choices.
+        progress: called for each stage.
+
+    Raises:
+        DeviceMemoryError: state, arena and weights do not fit the device; the message holds the
+            plan.
+    """
+
+    def __init__(
+        self, model: Model, options: EngineOptions, progress: Progress | None = None
+    ) -> None:
+        options = options.resolved()
+        assert options.device is not None and options.lowering is not None
+        self.model = model
+        self.options = options
+        self.backend: Backend = options.lowering
+        self.draft_tokens = options.draft_tokens if model.pair.draft is not None else 0
+        self.columns = self.draft_tokens + 1
+        self.capacities = Capacities(options.max_batch, options.max_context)
+        pair = model.pair
+        declared: list[Round] = []
+        compiled: list[Compiled] = []
+        for batch in range(1, options.max_batch + 1):
+            _report(progress, "graphs", batch - 1, options.max_batch)
+            declared.append(
+                declare_round(pair, self.backend, draft_tokens=self.draft_tokens, batch=batch)
+            )
+            compiled.append(compile_segments(declared[-1].segments, self.capacities))
+        _report(progress, "graphs", options.max_batch, options.max_batch)
+        self._chunks: dict[int, Executor] = {}
+        largest = compile_segments(
+            [declare_prefill(pair, "eager", tokens=self.chunk_tokens(options.prefill_chunk))],
+            self.capacities,
+        )
+        first = compile_segments([declare_first_token(pair, "eager")], self.capacities)
+        self.plans = tuple(c.plan for c in (*compiled, largest, first))
+        self.state_plan = plan_state(declare_state(pair, self.columns), self.capacities)
+        self._check_memory(options.device)
+        self.arena = new_arena(self.plans, options.device)
+        self.state = StatePools(self.state_plan, options.device)
+        self._executors = {
+            round_.forward.key.batch: RoundExecutor(
+                segments, self.arena, model.weights, self.state.tensors, self.backend
+            )
+            for round_, segments in zip(declared, compiled, strict=True)
+        }
+        self.first_token = self._bind(first)
+        if self.backend == "inductor":
+            self._warm_up(progress)
+
+    def __getitem__(self, batch: int) -> RoundExecutor:
+        if batch not in self._executors:
+            raise OptionError(f"rounds: there are executors for B in {list(self)}, got {batch}")
+        return self._executors[batch]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._executors)
+
+    def __len__(self) -> int:
+        return len(self._executors)
+
+    def chunk_tokens(self, live: int) -> int:
+        """Physical tokens of the prefill chunk that holds `live` ones."""
+        physical = SMALLEST_CHUNK
+        while physical < live:
+            physical *= 2
+        return min(physical, self.options.prefill_chunk)
+
+    def prefill(self, live: int) -> Executor:
+        """The executor of the chunk for `live` tokens, 1..prefill_chunk. Prefill always runs the
+        references.
+        """
+        tokens = self.chunk_tokens(live)
+        if tokens not in self._chunks:
+            graph = declare_prefill(self.model.pair, "eager", tokens=tokens)
+            self._chunks[tokens] = self._bind(compile_segments([graph], self.capacities))
+        return self._chunks[tokens]
+
+    def _bind(self, compiled: Compiled) -> Executor:
+        return Executor(compiled, self.arena, self.model.weights, self.state.tensors, "eager")
+
+    def _warm_up(self, progress: Progress | None) -> None:
+        """Run every executor once, so that nothing is compiled inside a request; state is cleared
+        after.
+        """
+        for done, (batch, executor) in enumerate(self._executors.items()):
+            _report(progress, "compile", done, len(self._executors))
+            executor.inputs.fill(
+                slots=list(range(batch)),
+                anchor=0,
+                frontier=0,
+                live_drafts=0,
+                live_columns=1,
+                positions=0,
+            )
+            table = executor.inputs["page_table"]
+            table[:, 0] = torch.arange(batch, dtype=table.dtype)
+            executor.forward({})
+            executor.finish([1] * batch)
+            executor.inputs.buffer.zero_()
+        self.state.storage.zero_()
+        _report(progress, "compile", len(self._executors), len(self._executors))
+
+    def _check_memory(self, device: str) -> None:
+        arena = max(plan.arena_bytes for plan in self.plans)
+        needed = arena + self.state_plan.nbytes
+        available = _available_bytes(device)
+        if needed > available:
+            raise DeviceMemoryError(
+                f"{device}: expected at least {needed} bytes for state ({self.state_plan.nbytes}: "
+                f"{self.capacities.slots} requests of {self.capacities.context} tokens) and arena "
+                f"({arena}), got {available} free; lower max_batch, max_context or prefill_chunk"
+            )
+
+
+def compile_rounds(
+    model: Model, options: EngineOptions, progress: Progress | None = None
+) -> Rounds:
+    """Compile the executors of every batch size up to `options.max_batch`.
+
+    Args:
+        model: a loaded pair.
+        options: the options it was loaded with.
+        progress: called as ``progress(stage, done, total)``.
+
+    Example:
+        >>> import dflash_graph as dg
+        >>> options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=2, max_context=64)
+        >>> target, draft = dg.demo.target_directory(), dg.demo.draft_directory("dflash2")
+        >>> model = dg.Model.load(target, draft, options)
+        >>> rounds = dg.compile_rounds(model, options)
+        >>> list(rounds), rounds[2].batch
+        ([1, 2], 2)
+    """
+    return Rounds(model, options, progress)
+
+
+def _public_vocab(
+    options: EngineOptions, tokenizer_vocab: int | None, target: TargetGeometry
+) -> int | None:
+    if options.public_vocab is not None:
+        return options.public_vocab
+    if tokenizer_vocab is None:
+        return None
+    return min(tokenizer_vocab, target.vocab)
+
+
+def _log_causality(pair: ModelPair) -> None:
+    draft = pair.draft
+    if draft is not None and draft.is_causal is None and "sliding_attention" in draft.layer_types:
+        rule = "causal" if pair.draft_causality == "sliding" else "non-causal"
+        logger.warning(
+            "the draft's config does not state is_causal; its local layers are taken as %s "
+            "(EngineOptions.draft_causality=%r)",
+            rule,
+            pair.draft_causality,
+        )
+
+
+def _available_bytes(device: str) -> int:
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return int(free)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _named(progress: Progress, stage: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(stage, done, total)
+
+
+def _report(progress: Progress | None, stage: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(stage, done, total)
