@@ -6,8 +6,8 @@ import os
 import random
 from collections.abc import Generator
 
-# One thread a process, set before torch reads it and inherited by child processes: tests run several
-# processes side by side, and threads that spin for each other on a busy machine cost a hundredfold.
+# One thread a process, set before torch reads it and inherited by child processes: tests run in
+# several processes, and threads that spin for each other on a busy machine cost a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
