@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,10 +29,6 @@ Examples:
 Status = Literal["ok", "warn", "fail"]
 
 _COLORS: Final = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
-_NEEDED: Final = (
-    *("torch", "numpy", "safetensors", "networkx", "jinja2", "pydantic", "typer", "rich"),
-    *("filelock", "platformdirs", "tokenizers"),
-)
 _OPTIONAL: Final = {"triton": "CUDA kernels need it", "fla-core": "prefill on CUDA uses it"}
 
 
@@ -85,8 +82,14 @@ def _system() -> Iterator[Check]:
     yield Check("cpu", "ok", f"{usable} of {os.cpu_count()} cores, {memory / 2**30:.1f} GiB memory")
 
 
+def _needed() -> list[str]:
+    """Names of the distributions that this one requires without an extra, as its metadata says."""
+    stated = [line for line in requires("dflash-graph") or [] if "extra ==" not in line]
+    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in stated]
+
+
 def _packages() -> Iterator[Check]:
-    for name in _NEEDED:
+    for name in _needed():
         try:
             yield Check(name, "ok", version(name))
         except PackageNotFoundError:
