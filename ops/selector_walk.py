@@ -14,12 +14,11 @@ Source:   spec "The drafts" (DFlash2 selector, temperature <= 0)
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from dflash_graph.arithmetic import accumulator
 from dflash_graph.head import lowest_argmax
 from dflash_graph.op import Op, ints, tensor, weight
+from dflash_graph.selector import walk
 
 
 def reference(
@@ -30,19 +29,15 @@ def reference(
     predecessor: Tensor,
     successor: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    ids = candidates.long()
-    # Everything but the predecessor's row is known before the walk.
-    bilinear = hidden[:, 1:].double().unsqueeze(2) * successor[ids].double()  # [B, K, C, R]
-    unary = scores.double()
-    before = anchor.long()
-    drafts, ranks = [], []
-    for i in range(ids.shape[1]):
-        pair = (bilinear[:, i] * predecessor[before].double().unsqueeze(1)).sum(-1)
-        rank = lowest_argmax((unary[:, i] + pair).to(accumulator(hidden)))
-        before = ids[:, i].gather(-1, rank.unsqueeze(-1)).squeeze(-1)
-        drafts.append(before)
-        ranks.append(rank)
-    return torch.stack(drafts, 1).to(torch.int32), torch.stack(ranks, 1).to(torch.int32)
+    return walk(
+        candidates,
+        scores,
+        hidden,
+        anchor,
+        predecessor,
+        successor,
+        lambda _, energies: lowest_argmax(energies),
+    )
 
 
 OP = Op(
@@ -64,4 +59,6 @@ OP = Op(
         "successor": lambda n: n.B * n.K * n.C * n.R,
     },
     check=lambda n: None if n.K >= 1 else "a walk has at least one proposal, got K = 0",
+    # A recurrence over K short steps: tracing unrolls it into many tiny kernels.
+    opaque=True,
 )
