@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from dflash_graph import demo
+    from dflash_graph.contexts import Checkpoint
     from dflash_graph.engine import Engine
     from dflash_graph.errors import (
         CheckpointError,
         ConfigError,
+        ContextError,
         DeviceMemoryError,
         DFlashGraphError,
         EngineClosedError,
@@ -28,14 +30,17 @@ if TYPE_CHECKING:
     from dflash_graph.models.pair import ModelPair
     from dflash_graph.models.round import declare_prefill, declare_round
     from dflash_graph.options import EngineOptions, SamplingParams
-    from dflash_graph.request import Event, Generation, Request, RoundRecord
+    from dflash_graph.request import Event, Generation, Request
     from dflash_graph.rounds import Model, Rounds, compile_rounds
+    from dflash_graph.statistics import RoundRecord, Statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "ContextError",
     "DFlashGraphError",
     "DeviceMemoryError",
     "Engine",
@@ -54,6 +59,7 @@ __all__ = [
     "Rounds",
     "SamplingParams",
     "ShapeError",
+    "Statistics",
     "__version__",
     "compile_rounds",
     "declare_prefill",
@@ -63,6 +69,7 @@ __all__ = [
 
 #: Where the public names live; those not listed are classes of `dflash_graph.errors`.
 _MODULES: Final = {
+    "Checkpoint": "contexts",
     "Engine": "engine",
     "EngineOptions": "options",
     "Event": "request",
@@ -70,9 +77,10 @@ _MODULES: Final = {
     "Model": "rounds",
     "ModelPair": "models.pair",
     "Request": "request",
-    "RoundRecord": "request",
+    "RoundRecord": "statistics",
     "Rounds": "rounds",
     "SamplingParams": "options",
+    "Statistics": "statistics",
     "compile_rounds": "rounds",
     "declare_prefill": "models.round",
     "declare_round": "models.round",

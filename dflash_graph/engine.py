@@ -10,35 +10,38 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
+from torch import Tensor
+
 from dflash_graph import demo
+from dflash_graph.contexts import Checkpoint, Coverage, PrefixCache, coverage_of
 from dflash_graph.errors import (
     DFlashGraphError,
     EngineClosedError,
     NonFiniteLogitsError,
-    OptionError,
     RequestError,
 )
-from dflash_graph.executors import RoundExecutor
+from dflash_graph.executors import Executor, RoundExecutor
 from dflash_graph.models.pair import PAGE_SIZE
 from dflash_graph.options import EngineOptions, SamplingParams
-from dflash_graph.request import (
-    Event,
-    FinishReason,
-    Generation,
-    Preview,
-    Request,
-    RoundRecord,
-)
+from dflash_graph.request import Event, Generation, Preview, Request
 from dflash_graph.rounds import Model, Progress, Rounds, compile_rounds
 from dflash_graph.state import FreeList, table_row
+from dflash_graph.statistics import FinishReason, RoundRecord, Statistics
+from dflash_graph.stop_text import StopText
+from dflash_graph.submission import (
+    Media,
+    Prompt,
+    check_params,
+    checked_media,
+    checked_prompt,
+    require_built,
+)
 from dflash_graph.text import Tokenizer, load_tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class _Choice(NamedTuple):
@@ -75,6 +78,10 @@ class Engine:
         self._active: list[Request] = []
         self._events: list[Event] = []
         self._next_id = 0
+        self._prefixes = PrefixCache(rounds.options.prefix_cache_bytes)
+        self._coverage: Coverage | None = None
+        #: Counts over every request of this engine.
+        self.statistics = Statistics()
         self._closed = False
         self._in_step = False
         # Any thread may drive a step; one at a time owns the executors.
@@ -105,7 +112,7 @@ class Engine:
             DeviceMemoryError: it does not fit.
         """
         options = (options or EngineOptions()).resolved()
-        _require_built(options)
+        require_built(options)
         tokenizer = load_tokenizer(target_dir)
         vocab = tokenizer.vocab_size if tokenizer is not None else None
         model = Model.load(target_dir, draft_dir, options, tokenizer_vocab=vocab, progress=progress)
@@ -130,24 +137,112 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         preview: Preview | None = None,
+        embeddings: Mapping[int, Tensor] | None = None,
+        positions: Tensor | Sequence[Sequence[int]] | None = None,
+        keep: bool = False,
     ) -> Request:
         """Queue a request.
 
         Args:
             prompt: token ids, or text where the engine has a tokenizer.
             params: sampling parameters.
-            preview: called once a round with the licensed tokens, after stop tokens and budget have
-                cut them; returns how many to keep. Keeping fewer than all goes on from there, 0
-                ends the request.
+            preview: called once a round with the licensed tokens, after stops and budget have cut
+                them; returns how many to keep. Keeping fewer than all goes on from there, 0 ends
+                the request.
+            embeddings: by prompt position an embedding `[H]` that takes the place of the token's:
+                a vision tower's output.
+            positions: rotary positions `[3, T]` (temporal, height, width) of the prompt; text
+                positions if None. Generated tokens go on from their maximum.
+            keep: take a checkpoint when the request ends by "stop" or "length"; it is then
+                `request.checkpoint`.
 
         Raises:
-            RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
-                parameters ask for what the engine cannot do. Nothing is queued.
+            RequestError: the prompt is empty, too long or holds ids outside the vocabulary, its
+                embeddings or positions do not fit it, or the parameters ask for what the engine
+                cannot do. Nothing is queued.
             EngineClosedError: the engine is closed.
         """
-        request = self._checked(prompt, params, preview)
+        request = self._checked(
+            prompt, params, preview, embeddings=embeddings, positions=positions, keep=keep
+        )
         self._queue([request])
         return request
+
+    def checkpoint(self, request: Request) -> Checkpoint:
+        """The whole state of a running request between two rounds; the request goes on.
+
+        Raises:
+            RequestError: the request is not decoding (waiting, in prefill, ended), or a preview
+                called it.
+            EngineClosedError: the engine is closed.
+        """
+        with self._lock:
+            self._require_open()
+            if not request.is_finished:
+                self._require_own(request)
+            if self._in_step or not (request.is_admitted and request.is_decoding):
+                raise RequestError(
+                    f"request {request.id}: expected one that is decoding, between two rounds; "
+                    "step until it has its first token, or submit with keep=True"
+                )
+            return self._take(request)
+
+    def fork(
+        self,
+        checkpoint: Checkpoint,
+        params: SamplingParams | None = None,
+        *,
+        preview: Preview | None = None,
+        keep: bool = False,
+    ) -> Request:
+        """Queue a request that continues from a checkpoint; its tokens are those after the anchor.
+
+        Raises:
+            ContextError: the checkpoint belongs to another target, draft or dtype.
+            RequestError: it leaves no room for a token, or the parameters cannot be served.
+            EngineClosedError: the engine is closed.
+        """
+        with self._lock:
+            self._coverage_now().require(checkpoint.coverage, "checkpoint")
+        params = params or SamplingParams()
+        vocab = self.rounds.model.pair.target.vocab
+        check_params(params, self.tokenizer, vocab)
+        room = self._capacity - checkpoint.frontier - 1
+        if room < 1:
+            raise RequestError(
+                f"checkpoint: expected fewer than {self._capacity - 1} processed tokens "
+                f"(max_context {self._capacity}), got {checkpoint.frontier}"
+            )
+        request = Request(
+            -1,
+            checkpoint.tokens,
+            params,
+            self._stops(params),
+            min(params.max_new_tokens, room),
+            preview,
+            source=checkpoint,
+            stop_text=self._stop_text(params),
+            keep=keep,
+        )
+        self._queue([request])
+        return request
+
+    def restore(
+        self,
+        replica: Checkpoint | str | Path,
+        params: SamplingParams | None = None,
+        *,
+        preview: Preview | None = None,
+        keep: bool = False,
+    ) -> Request:
+        """Queue a request that continues from a replica in host memory, or a saved one.
+
+        Raises:
+            ContextError: the files are damaged, or as `fork`.
+        """
+        if not isinstance(replica, Checkpoint):
+            replica = Checkpoint.load(replica)
+        return self.fork(replica, params, preview=preview, keep=keep)
 
     def generate(
         self,
@@ -222,6 +317,8 @@ class Engine:
         if request.finish_reason is None:
             raise RequestError(f"request {request.id}: not finished; step the engine or cancel it")
         text = self.tokenizer.decode(request.token_ids) if self.tokenizer is not None else None
+        if request.stop_text is not None:
+            text = request.stop_text.final_text()
         return Generation(
             tuple(request.token_ids),
             request.finish_reason,
@@ -277,7 +374,7 @@ class Engine:
 
     def _advance(self) -> None:
         self._admit()
-        prefilling = next((r for r in self._active if not r.token_ids), None)
+        prefilling = next((r for r in self._active if r.is_prefilling), None)
         if prefilling is not None:
             self._prefill(prefilling)
         decoding = [r for r in self._active if r.is_decoding]
@@ -290,10 +387,27 @@ class Engine:
             request = self._waiting[0]
             if not request.is_admitted:
                 request.slot = self._slots.take()
-            self.rounds.state.reset_slot(request.slot)
+            self._install(request)
             if request not in self._active:
                 self._active.append(request)
             self._waiting.popleft()
+
+    def _install(self, request: Request) -> None:
+        """Put a request's starting state into its slot: a context's, a stored prefix's, or none."""
+        state = self.rounds.state
+        state.reset_slot(request.slot)
+        request.frontier = request.context_frontier = 0
+        base = request.source
+        if base is None and request.media is None:
+            base = self._prefixes.longest(request.prompt)
+        if base is not None:
+            self._reserve(request, base.frontier)
+            state.load_image(base.images, request.slot, request.pages)
+            request.frontier = request.context_frontier = base.frontier
+            if request.source is None:
+                self.statistics.prefix_tokens += base.frontier
+        if not request.is_plain_greedy:
+            state.count(request.slot, request.generated)
 
     def _prefill(self, request: Request) -> None:
         """Process the next chunk of a prompt; after the last one, choose the first token."""
@@ -303,8 +417,7 @@ class Engine:
                 self._prefill_chunk(request)
             except BaseException:
                 # Some layers' state has moved on and others' has not: start the prompt again.
-                self.rounds.state.reset_slot(request.slot)
-                request.frontier = request.context_frontier = 0
+                self._install(request)
                 raise
         if request.frontier == len(request.prompt):
             self._choose_first(request)
@@ -312,9 +425,12 @@ class Engine:
     def _prefill_chunk(self, request: Request) -> None:
         start = request.frontier
         tokens = request.prompt[start : start + self.rounds.options.prefill_chunk]
-        executor = self.rounds.prefill(len(tokens))
+        end = start + len(tokens)
+        media = request.media
+        rows = [i for i in (media.embeddings if media else ()) if start <= i < end]
+        executor = self.rounds.prefill(len(tokens), embeddings=bool(rows))
         physical = executor.compiled.graphs[0].key.columns
-        self._reserve(request, start + len(tokens))
+        self._reserve(request, end)
         positions = list(range(start, start + physical))
         fields: dict[str, Any] = {
             "ids": [[*tokens, *[0] * (physical - len(tokens))]],
@@ -327,31 +443,48 @@ class Engine:
         if "context_positions" in executor.inputs:
             fields["context_positions"] = [[positions]]
         executor.inputs.fill(**fields)
+        if media is not None:
+            executor.inputs["positions"][:, 0, : len(tokens)] = media.positions[:, start:end]
+        if media is not None and rows:
+            executor.inputs.fill(embeddings=0, replaced=0)
+            for row in rows:
+                executor.inputs["embeddings"][0, row - start] = media.embeddings[row]
+                executor.inputs["replaced"][0, row - start] = 1
         executor.run()
-        request.frontier = request.context_frontier = start + len(tokens)
+        request.frontier = request.context_frontier = end
 
     def _choose_first(self, request: Request) -> None:
-        executor = self.rounds.first_token
+        if request.is_plain_greedy:
+            executor, law = self.rounds.first_token, "first_token/greedy"
+        else:
+            executor, law = self.rounds.first_sampled, "first_token/sampled"
+            executor.inputs.fill(frontier=[request.frontier - 1], **_law_fields([request]))
         executor.inputs.fill(slots=[request.slot], live_drafts=[0])
         executor.run()
-        token = int(executor.outputs["first_token/greedy.outputs"].item())
-        if executor.outputs["first_token/greedy.finite"].item():
+        token = int(executor.outputs[f"{law}.outputs"].item())
+        if executor.outputs[f"{law}.finite"].item():
             choice = self._preview(request, [token])
         else:
             choice = _non_finite(request)
-        if not request.is_finished:
-            self._publish(request, [token], choice)
+        if request.is_finished:
+            return
+        if choice.kept and not request.is_plain_greedy:
+            self.rounds.state.count(request.slot, (*request.generated, token))
+        self._publish(request, [token], choice)
+        if self._prefixes.capacity and request.is_decoding and request.media is None:
+            self._prefixes.store(self._take(request))
 
     def _round(self, batch: list[Request]) -> None:
         """One round over `batch`: forward, preview, commit, accounting, publication."""
-        executor = self.rounds[len(batch)]
+        is_greedy = all(request.is_plain_greedy for request in batch)
+        executor = self.rounds[len(batch)] if is_greedy else self.rounds.sampling[len(batch)]
         live_drafts = [self._live_drafts(request) for request in batch]
         outputs = executor.forward(self._round_fields(executor, batch, live_drafts))
         for request in batch:
             request.context_frontier = request.frontier  # materialize has caught up
-        accepted = outputs["accept/greedy.accepted"].tolist()
-        finite = outputs["accept/greedy.finite"].tolist()
-        rows = outputs["accept/greedy.outputs"].tolist()
+        accepted = outputs[f"{executor.law}.accepted"].tolist()
+        finite = outputs[f"{executor.law}.finite"].tolist()
+        rows = outputs[f"{executor.law}.outputs"].tolist()
 
         choices = [
             self._preview(request, rows[index][: accepted[index] + 1])
@@ -380,9 +513,9 @@ class Engine:
                 continue
             request.frontier += committed[index]
             licensed = accepted[index] + 1
-            request.rounds.append(
-                RoundRecord(live_drafts[index], accepted[index], licensed, committed[index])
-            )
+            record = RoundRecord(live_drafts[index], accepted[index], licensed, committed[index])
+            request.rounds.append(record)
+            self.statistics.add(record)
             self._publish(request, rows[index], choices[index])
 
     def _round_fields(
@@ -393,6 +526,7 @@ class Engine:
         for request, live in zip(batch, live_drafts, strict=True):
             self._reserve(request, request.frontier + live + 1)
         ahead = [[r.frontier + i for i in range(columns)] for r in batch]
+        rotary = [[r.frontier + r.rope_delta + i for i in range(columns)] for r in batch]
         fields: dict[str, Any] = {
             "slots": [r.slot for r in batch],
             "page_table": [self._table(r) for r in batch],
@@ -400,7 +534,8 @@ class Engine:
             "frontier": [r.frontier for r in batch],
             "live_drafts": live_drafts,
             "live_columns": [live + 1 for live in live_drafts],
-            "positions": [ahead] * 3,
+            "positions": [rotary] * 3,
+            **_law_fields(batch),
         }
         draft = self.rounds.model.pair.draft
         if draft is not None:
@@ -433,6 +568,10 @@ class Engine:
                 break
         if kept > request.remaining or (kept == request.remaining and reason is None):
             kept, reason = request.remaining, "length"
+        if request.stop_text is not None:
+            complete = request.stop_text.scan(licensed[:kept])
+            if complete is not None:
+                kept, reason = complete, "stop"
         if request.preview is None:
             return _Choice(kept, reason)
         try:
@@ -450,18 +589,76 @@ class Engine:
         return _Choice(chosen, None if chosen else "stop")
 
     def _publish(self, request: Request, outputs: list[int], choice: _Choice) -> None:
-        """Publish the first N outputs; a request whose choice has a reason ends."""
+        """Account for the first N outputs and publish what may be; a choice with a reason ends."""
         tokens = outputs[: choice.kept]
-        request.token_ids.extend(tokens)
+        request.history.extend(tokens)
+        if request.stop_text is not None:
+            request.stop_text.commit(tokens)
         request.error = choice.error
-        if choice.reason is None:
-            self._events.append(Event(request.id, tuple(tokens)))
-        else:
-            self._end(request, choice.reason, tokens)
+        if choice.reason is not None:
+            if choice.reason in ("stop", "length") and (request.keep or self._prefixes.capacity):
+                self._keep(request)
+            self._end(request, choice.reason)
+        elif ready := self._release(request):
+            self._events.append(Event(request.id, ready))
 
-    def _end(self, request: Request, reason: FinishReason, tokens: Sequence[int] = ()) -> None:
+    def _release(self, request: Request) -> tuple[int, ...]:
+        """Publish committed tokens that no stop string can claim any more; at an end, all
+        others.
+        """
+        mine = request.history[request.given :]
+        stop = request.stop_text
+        count = len(mine)
+        if stop is not None and (stop.is_complete or not request.is_finished):
+            count = stop.publishable()
+        ready = tuple(mine[len(request.token_ids) : count])
+        request.token_ids.extend(ready)
+        return ready
+
+    def _keep(self, request: Request) -> None:
+        """Take a checkpoint of a request that ends, for its caller and for later prompts."""
+        checkpoint = self._take(request)
+        if request.keep:
+            request.checkpoint = checkpoint
+        if request.media is None and (request.source is None or not request.source.rope_delta):
+            self._prefixes.store(checkpoint)
+
+    def _take(self, request: Request) -> Checkpoint:
+        """A checkpoint of an admitted request between two rounds; its context catches up first."""
+        if request.pending and self.rounds.catch_up is not None:
+            self._catch_up(request, self.rounds.catch_up)
+        return Checkpoint(
+            coverage=self._coverage_now(),
+            tokens=tuple(request.history[: request.frontier]),
+            anchor=request.anchor,
+            generated=request.generated,
+            rope_delta=request.rope_delta,
+            images=self.rounds.state.image(request.slot, request.pages, request.frontier),
+        )
+
+    def _catch_up(self, request: Request, executor: Executor) -> None:
+        behind = range(request.context_frontier, request.context_frontier + self.rounds.columns)
+        fields: dict[str, Any] = {
+            "slots": [request.slot],
+            "page_table": [self._table(request)],
+            "context_positions": [[list(behind)]],
+            "context_frontier": [request.context_frontier],
+            "pending": [request.pending],
+        }
+        executor.inputs.fill(**{k: v for k, v in fields.items() if k in executor.inputs})
+        executor.run()
+        request.context_frontier = request.frontier
+
+    def _coverage_now(self) -> Coverage:
+        if self._coverage is None:
+            model = self.rounds.model
+            self._coverage = coverage_of(model.pair, model.weights)
+        return self._coverage
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
         """Finish a request and give back what it holds."""
         request.finish_reason = reason
+        tokens = self._release(request)
         if request.is_admitted:
             self._slots.give(request.slot)
             for page in request.pages:
@@ -471,7 +668,9 @@ class Engine:
         for queue in (self._active, self._waiting):
             if request in queue:
                 queue.remove(request)
-        self._events.append(Event(request.id, tuple(tokens), reason))
+        ended = self.statistics.ended
+        ended[reason] = ended.get(reason, 0) + 1
+        self._events.append(Event(request.id, tokens, reason))
 
     def _reserve(self, request: Request, positions: int) -> None:
         """Hold pages for positions [0, positions)."""
@@ -482,23 +681,41 @@ class Engine:
         return table_row(request.pages, self.rounds.capacities)
 
     def _checked(
-        self, prompt: Prompt, params: SamplingParams | None, preview: Preview | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        preview: Preview | None = None,
+        *,
+        embeddings: Mapping[int, Tensor] | None = None,
+        positions: Tensor | Sequence[Sequence[int]] | None = None,
+        keep: bool = False,
     ) -> Request:
         """A request that can be served, not queued yet."""
         params = params or SamplingParams()
-        ids = self._checked_prompt(prompt)
-        _require_greedy(params)
-        vocab = self.rounds.model.pair.target.vocab
-        for token in params.stop_token_ids:
-            if token >= vocab:
-                raise RequestError(
-                    f"stop_token_ids: expected ids below {vocab} (the vocabulary), got {token}"
-                )
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops.update(self.rounds.model.eos_token_ids)
-        budget = min(params.max_new_tokens, self._capacity - len(ids))
-        return Request(-1, ids, params, frozenset(stops), budget, preview)
+        target = self.rounds.model.pair.target
+        ids = checked_prompt(prompt, self.tokenizer, target.vocab, self._capacity)
+        check_params(params, self.tokenizer, target.vocab)
+        media: Media | None = checked_media(embeddings, positions, len(ids), target.hidden)
+        return Request(
+            -1,
+            ids,
+            params,
+            self._stops(params),
+            min(params.max_new_tokens, self._capacity - len(ids)),
+            preview,
+            media=media,
+            stop_text=self._stop_text(params),
+            keep=keep,
+        )
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        ends = () if params.ignore_eos else self.rounds.model.eos_token_ids
+        return frozenset((*params.stop_token_ids, *ends))
+
+    def _stop_text(self, params: SamplingParams) -> StopText | None:
+        if not params.stop or self.tokenizer is None:
+            return None
+        return StopText(self.tokenizer, params.stop)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         """Number requests and let them wait: all, or none where the engine is closed."""
@@ -516,30 +733,6 @@ class Engine:
         if not self._owns(request):
             raise RequestError(f"request {request.id}: it belongs to another engine")
 
-    def _checked_prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt: expected token ids (the target has no tokenizer.json), got text"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise RequestError(f"prompt: expected token ids or text, got {prompt!r}")
-        ids = tuple(prompt)
-        vocab = self.rounds.model.pair.target.vocab
-        if not ids:
-            raise RequestError("prompt: expected at least one token, got none")
-        if len(ids) >= self._capacity:
-            raise RequestError(
-                f"prompt: expected fewer than {self._capacity} tokens (max_context), got {len(ids)}"
-            )
-        for index, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab:
-                raise RequestError(
-                    f"prompt[{index}]: expected an id in 0..{vocab - 1}, got {token!r}"
-                )
-        return ids
-
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosedError("engine: it was closed; load another one")
@@ -553,30 +746,20 @@ def _non_finite(request: Request) -> _Choice:
     return _Choice(0, "error", NonFiniteLogitsError(message))
 
 
-def _require_greedy(params: SamplingParams) -> None:
-    """Refuse what this release does not do, rather than decode something else."""
-    asked = {
-        "temperature": not params.is_greedy,
-        "presence_penalty": params.presence_penalty != 0.0,
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "stop": bool(params.stop),
+def _law_fields(batch: Sequence[Request]) -> dict[str, Any]:
+    """Sampling values of each row, as a sampling executor's frame takes them."""
+    params = [request.params for request in batch]
+    return {
+        "temperature": [p.temperature for p in params],
+        "top_k": [p.top_k for p in params],
+        "top_p": [p.top_p for p in params],
+        "min_p": [p.min_p for p in params],
+        "presence": [p.presence_penalty for p in params],
+        "frequency": [p.frequency_penalty for p in params],
+        "seed": [[_signed(p.seed & 0xFFFFFFFF), _signed(p.seed >> 32)] for p in params],
     }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise RequestError(
-                f"{name}: expected its default (this release decodes greedily, without penalties "
-                f"or stop strings), got {getattr(params, name)!r}"
-            )
 
 
-def _require_built(options: EngineOptions) -> None:
-    """Refuse startup choices that this release does not have."""
-    if options.lowering == "triton":
-        raise OptionError(
-            "lowering: expected 'eager' or 'inductor' (no Triton kernels yet), got 'triton'"
-        )
-    for name in ("proposal_head", "draft_tree"):
-        if getattr(options, name) is not None:
-            raise OptionError(
-                f"{name}: expected None (not built yet), got {getattr(options, name)!r}"
-            )
+def _signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits."""
+    return word - 2**32 if word >= 2**31 else word

@@ -73,6 +73,10 @@ class RequestError(DFlashGraphError):
     """A prompt or a request's parameters cannot be served; nothing was changed."""
 
 
+class ContextError(DFlashGraphError):
+    """A checkpoint cannot be used: another model's, of another format, or damaged."""
+
+
 class NonFiniteLogitsError(DFlashGraphError):
     """The chosen logit of a request was not finite; that request ended, others go on."""
 

@@ -157,11 +157,29 @@ class RoundExecutor(Executor):
         self.run(0, probe)
         return self.outputs
 
-    def finish(self, committed: Sequence[int] | Tensor, probe: Probe | None = None) -> None:
-        """Commit the first `committed[b]` columns of each request (0 leaves its state
-        untouched).
+    @property
+    def law(self) -> str:
+        """Name of the node that accepted: what the result frame's fields begin with."""
+        return "accept/sampled" if "accept/sampled.outputs" in self.outputs else "accept/greedy"
+
+    def finish(
+        self,
+        committed: Sequence[int] | Tensor,
+        published: Sequence[Sequence[int]] | Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> None:
+        """Commit the first `committed[b]` columns of each request (0 leaves its state untouched).
+
+        Args:
+            committed: N of each request.
+            published: `[B, W]` outputs that enter the token counts, for a sampling round; those
+                that the round returned if None.
         """
         self.inputs.fill(committed=committed)
+        if "published" in self.inputs:
+            self.inputs.fill(
+                published=self.outputs[f"{self.law}.outputs"] if published is None else published
+            )
         self.run(1, probe)
 
 

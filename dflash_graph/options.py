@@ -98,6 +98,8 @@ class EngineOptions(_Options):
             ``"sliding"`` (causal).
         speculative: False decodes plainly through the same executors.
         public_vocab: head rows that may be emitted; None: the tokenizer's size, else all rows.
+        prefix_cache_bytes: state of ended requests and processed prompts that is kept, so that a
+            later prompt which begins with theirs skips that prefill; 0 keeps none.
         cuda_graphs: capture rounds in CUDA Graphs; has no meaning on the CPU.
 
     Raises:
@@ -129,6 +131,9 @@ class EngineOptions(_Options):
     speculative: bool = Field(default=True, description="True or False")
     public_vocab: Count | None = Field(
         default=None, description="None or an integer 1..2^31-1 (head rows)"
+    )
+    prefix_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="an integer >= 0 (bytes)"
     )
     cuda_graphs: bool = Field(default=True, description="True or False")
 

@@ -16,9 +16,7 @@ from dflash_graph.graph import Backend, Graph
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.qwen3_5 import record_specs
 from dflash_graph.models.round import (
-    declare_first_token,
-    declare_prefill,
-    declare_round,
+    declare_startup,
     declare_state,
 )
 from dflash_graph.passes.fuse import fuse
@@ -248,15 +246,13 @@ def plan_memory(
         OptionError: a number is out of range.
         UnsupportedModelError: the target has no graph yet.
     """
-    segments: dict[str, tuple[Graph, ...]] = {
-        f"round B={batch}": declare_round(
-            pair, backend, draft_tokens=draft_tokens, batch=batch
-        ).segments
-        for batch in range(1, max_batch + 1)
-    }
-    # Prefill and the first token run the references with every backend (see `Rounds`).
-    segments[f"prefill {prefill_chunk}"] = (declare_prefill(pair, "eager", tokens=prefill_chunk),)
-    segments["first token"] = (declare_first_token(pair, "eager"),)
+    segments = declare_startup(
+        pair,
+        backend,
+        draft_tokens=draft_tokens,
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+    )
     return MemoryReport(
         weights=weight_bytes(
             value.weight

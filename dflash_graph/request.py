@@ -4,33 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from dflash_graph.contexts import Checkpoint
 from dflash_graph.errors import DFlashGraphError
 from dflash_graph.options import SamplingParams
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+from dflash_graph.statistics import FinishReason, RoundRecord, Statistics
+from dflash_graph.stop_text import StopText
+from dflash_graph.submission import Media
 
 #: A frontend's own choice of N: given the licensed tokens, how many of them to keep (0 ends the
 #: request).
 Preview = Callable[[Sequence[int]], int]
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """One round of one request, in tokens.
-
-    Args:
-        proposed: P, drafts that were verified.
-        accepted: A, drafts that were accepted.
-        licensed: L = A + 1, outputs the round allowed.
-        committed: N, outputs that were published.
-    """
-
-    proposed: int
-    accepted: int
-    licensed: int
-    committed: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,12 @@ class Generation:
     @property
     def tokens_per_round(self) -> float:
         """Tokens committed by rounds over rounds; 0.0 before the first."""
-        return sum(r.committed for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
+        return self.statistics.tokens_per_round
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counts over its rounds."""
+        return Statistics.of(self.rounds)
 
 
 @dataclass(eq=False)
@@ -76,11 +65,15 @@ class Request:
 
     Args:
         id: number within its engine, in order of submission.
-        prompt: prompt ids.
+        prompt: prompt ids; of a continued context, the tokens that were processed before.
         params: sampling parameters.
         stops: ids at which it stops.
-        budget: tokens it may publish: `max_new_tokens`, or less where the capacity ends first.
+        budget: tokens it may generate: `max_new_tokens`, or less where the capacity ends first.
         preview: a frontend's own choice of N.
+        source: the context it continues, or None.
+        media: embeddings and positions of a multimodal prompt, or None.
+        stop_text: its stop strings over its text, or None.
+        keep: whether a checkpoint is to be taken when it ends.
     """
 
     id: int
@@ -89,19 +82,32 @@ class Request:
     stops: frozenset[int]
     budget: int
     preview: Preview | None = None
+    source: Checkpoint | None = None
+    media: Media | None = None
+    stop_text: StopText | None = None
+    keep: bool = False
+    #: Published tokens.
     token_ids: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: DFlashGraphError | None = None
+    #: Its context when it ended, where `keep` asked for it and it ended whole.
+    checkpoint: Checkpoint | None = None
 
     # What the model holds of it.
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    #: Tokens by position as far as they are known: prompt, then everything generated and committed.
+    history: list[int] = field(default_factory=list)
     #: F: positions the target has processed; during prefill, prompt tokens so far.
     frontier: int = 0
-    #: Positions that are draft context; `frontier - context_frontier` committed columns are
-    #: pending.
+    #: Positions that are draft context; the columns from here to the frontier are pending.
     context_frontier: int = 0
+
+    def __post_init__(self) -> None:
+        self.history = list(self.prompt)
+        if self.source is not None:
+            self.history.append(self.source.anchor)
 
     @property
     def is_finished(self) -> bool:
@@ -112,21 +118,50 @@ class Request:
         return self.slot >= 0
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether prompt tokens, or the choice of the first token, are still to come."""
+        return not self.is_finished and len(self.history) == len(self.prompt)
+
+    @property
     def is_decoding(self) -> bool:
         """Whether its prompt is processed and its anchor chosen."""
-        return bool(self.token_ids) and not self.is_finished
+        return not self.is_finished and len(self.history) > len(self.prompt)
 
     @property
     def anchor(self) -> int:
-        """The last published token, chosen but not processed."""
-        return self.token_ids[-1]
+        """The last token, chosen but not processed."""
+        return self.history[-1]
+
+    @property
+    def given(self) -> int:
+        """Tokens of its history that it did not generate itself."""
+        return len(self.prompt) + (self.source is not None)
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """Every token generated so far, in the contexts it continues too; what penalties count."""
+        before = self.source.generated if self.source is not None else ()
+        return (*before, *self.history[self.given :])
 
     @property
     def remaining(self) -> int:
         """Tokens left of its budget."""
-        return self.budget - len(self.token_ids)
+        return self.budget - (len(self.history) - self.given)
 
     @property
     def pending(self) -> int:
         """Committed columns whose features are not yet draft context."""
         return self.frontier - self.context_frontier
+
+    @property
+    def rope_delta(self) -> int:
+        """Rotary position of a generated token, less its index."""
+        if self.media is not None:
+            return self.media.rope_delta
+        return self.source.rope_delta if self.source is not None else 0
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the argmax of unchanged scores decides."""
+        p = self.params
+        return p.is_greedy and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0

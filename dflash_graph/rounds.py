@@ -34,10 +34,10 @@ from dflash_graph.geometry import (
 from dflash_graph.graph import Backend, Graph
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import (
-    Round,
     declare_first_token,
     declare_prefill,
     declare_round,
+    declare_startup,
     declare_state,
 )
 from dflash_graph.options import EngineOptions
@@ -124,7 +124,7 @@ def weight_uses(pair: ModelPair) -> tuple[WeightUse, ...]:
     """Every weight use of a pair's graphs; they do not depend on batch, chunk or backend."""
     tokens = 1 if pair.draft else 0
     graphs: list[Graph] = [
-        *declare_round(pair, "eager", draft_tokens=tokens, batch=1).segments,
+        *declare_round(pair, "eager", draft_tokens=tokens, batch=1, sampling=True).segments,
         declare_prefill(pair, "eager", tokens=1),
         declare_first_token(pair, "eager"),
     ]
@@ -134,6 +134,9 @@ def weight_uses(pair: ModelPair) -> tuple[WeightUse, ...]:
 
 class Rounds(Mapping[int, RoundExecutor]):
     """Compiled executors by exact batch size, and what they share.
+
+    `rounds[B]` serves batches whose rows are all greedy without penalties, `rounds.sampling[B]`
+    any. A row has the same bits in both.
 
     Args:
         model: the loaded pair.
@@ -157,46 +160,47 @@ class Rounds(Mapping[int, RoundExecutor]):
         self.columns = self.draft_tokens + 1
         self.capacities = Capacities(options.max_batch, options.max_context)
         pair = model.pair
-        declared: list[Round] = []
-        compiled: list[Compiled] = []
-        for batch in range(1, options.max_batch + 1):
-            _report(progress, "graphs", batch - 1, options.max_batch)
-            declared.append(
-                declare_round(pair, self.backend, draft_tokens=self.draft_tokens, batch=batch)
-            )
-            compiled.append(compile_segments(declared[-1].segments, self.capacities))
-        _report(progress, "graphs", options.max_batch, options.max_batch)
-        self._chunks: dict[int, Executor] = {}
-        largest = compile_segments(
-            [declare_prefill(pair, "eager", tokens=self.chunk_tokens(options.prefill_chunk))],
-            self.capacities,
+        segments = declare_startup(
+            pair,
+            self.backend,
+            draft_tokens=self.draft_tokens,
+            max_batch=options.max_batch,
+            prefill_chunk=self.chunk_tokens(options.prefill_chunk),
         )
-        first = compile_segments([declare_first_token(pair, "eager")], self.capacities)
-        self.plans = tuple(c.plan for c in (*compiled, largest, first))
+        compiled: dict[str, Compiled] = {}
+        for done, (name, graphs) in enumerate(segments.items()):
+            _report(progress, "graphs", done, len(segments))
+            compiled[name] = compile_segments(graphs, self.capacities)
+        _report(progress, "graphs", len(segments), len(segments))
+        self.plans = tuple(c.plan for c in compiled.values())
         self.state_plan = plan_state(declare_state(pair, self.columns), self.capacities)
         self._check_memory(options.device)
         self.arena = new_arena(self.plans, options.device)
         self.state = StatePools(self.state_plan, options.device)
-        self._executors = {
-            round_.forward.key.batch: RoundExecutor(
-                segments, self.arena, model.weights, self.state.tensors, self.backend
-            )
-            for round_, segments in zip(declared, compiled, strict=True)
+        batches = range(1, options.max_batch + 1)
+        self._greedy = {batch: self._round(compiled[f"round B={batch}"]) for batch in batches}
+        self.sampling: Mapping[int, RoundExecutor] = {
+            batch: self._round(compiled[f"sampling B={batch}"]) for batch in batches
         }
-        self.first_token = self._bind(first)
+        self._chunks: dict[tuple[int, bool], Executor] = {}
+        #: Choose a request's first token: greedily, and from any law.
+        self.first_token = self._bind(compiled["first token"])
+        self.first_sampled = self._bind(compiled["sampled first token"])
+        #: Materializes one request's pending features; None without a draft.
+        self.catch_up = self._bind(compiled["catch-up"]) if self.draft_tokens else None
         if self.backend == "inductor":
             self._warm_up(progress)
 
     def __getitem__(self, batch: int) -> RoundExecutor:
-        if batch not in self._executors:
+        if batch not in self._greedy:
             raise OptionError(f"rounds: there are executors for B in {list(self)}, got {batch}")
-        return self._executors[batch]
+        return self._greedy[batch]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._executors)
+        return iter(self._greedy)
 
     def __len__(self) -> int:
-        return len(self._executors)
+        return len(self._greedy)
 
     def chunk_tokens(self, live: int) -> int:
         """Physical tokens of the prefill chunk that holds `live` ones."""
@@ -205,15 +209,20 @@ class Rounds(Mapping[int, RoundExecutor]):
             physical *= 2
         return min(physical, self.options.prefill_chunk)
 
-    def prefill(self, live: int) -> Executor:
-        """The executor of the chunk for `live` tokens, 1..prefill_chunk. Prefill always runs the
-        references.
+    def prefill(self, live: int, *, embeddings: bool = False) -> Executor:
+        """The executor of the chunk for `live` tokens, 1..prefill_chunk; with `embeddings` the one
+        whose frame can replace token embeddings. Prefill always runs the references.
         """
-        tokens = self.chunk_tokens(live)
-        if tokens not in self._chunks:
-            graph = declare_prefill(self.model.pair, "eager", tokens=tokens)
-            self._chunks[tokens] = self._bind(compile_segments([graph], self.capacities))
-        return self._chunks[tokens]
+        key = (self.chunk_tokens(live), embeddings)
+        if key not in self._chunks:
+            graph = declare_prefill(self.model.pair, "eager", tokens=key[0], embeddings=embeddings)
+            self._chunks[key] = self._bind(compile_segments([graph], self.capacities))
+        return self._chunks[key]
+
+    def _round(self, compiled: Compiled) -> RoundExecutor:
+        return RoundExecutor(
+            compiled, self.arena, self.model.weights, self.state.tensors, self.backend
+        )
 
     def _bind(self, compiled: Compiled) -> Executor:
         return Executor(compiled, self.arena, self.model.weights, self.state.tensors, "eager")
@@ -222,23 +231,18 @@ class Rounds(Mapping[int, RoundExecutor]):
         """Run every executor once, so that nothing is compiled inside a request; state is cleared
         after.
         """
-        for done, (batch, executor) in enumerate(self._executors.items()):
-            _report(progress, "compile", done, len(self._executors))
-            executor.inputs.fill(
-                slots=list(range(batch)),
-                anchor=0,
-                frontier=0,
-                live_drafts=0,
-                live_columns=1,
-                positions=0,
-            )
+        executors = (*self._greedy.values(), *self.sampling.values())
+        for done, executor in enumerate(executors):
+            _report(progress, "compile", done, len(executors))
+            batch = executor.batch
+            executor.inputs.fill(slots=list(range(batch)), live_columns=1)
             table = executor.inputs["page_table"]
             table[:, 0] = torch.arange(batch, dtype=table.dtype)
             executor.forward({})
             executor.finish([1] * batch)
             executor.inputs.buffer.zero_()
         self.state.storage.zero_()
-        _report(progress, "compile", len(self._executors), len(self._executors))
+        _report(progress, "compile", len(executors), len(executors))
 
     def _check_memory(self, device: str) -> None:
         arena = max(plan.arena_bytes for plan in self.plans)

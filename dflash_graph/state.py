@@ -7,8 +7,9 @@ continuation hidden); pages hold paged K/V. What is planned and printed is what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from dflash_graph.graph import Value
 from dflash_graph.models.pair import PAGE_SIZE
 from dflash_graph.op import dtype_of
 from dflash_graph.planner import ALIGNMENT
+
+#: Kinds of state that no image holds: context catches up first, and the tokens imply the counts.
+DERIVED: Final = ("draft.pending_features", "target.token_counts")
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ class StatePools:
             for pool in plan.pools
             if pool.kind in ("target.gdn_state", "target.conv_history")
         ]
+        self._units = {pool.name: pool.unit for pool in plan.pools}
 
     def reset_slot(self, slot: int) -> None:
         """Give a slot to a new request: recurrent state and convolution history start at zero.
@@ -149,6 +154,43 @@ class StatePools:
         """
         for pool in self._slotted:
             pool[slot].zero_()
+
+    def count(self, slot: int, tokens: Iterable[int]) -> None:
+        """Set a slot's token counts to those of `tokens`, everything its request has generated."""
+        counts = self.tensors["target.token_counts"][slot].zero_()
+        ids = torch.tensor(list(tokens), dtype=torch.long, device=counts.device)
+        counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
+
+    def image(self, slot: int, pages: list[int], length: int) -> dict[str, Tensor]:
+        """Copies of everything a request at `length` processed positions owns, by pool name.
+
+        Pending features and token counts are left out (`DERIVED`). Bytes that no
+        position reaches (the tail of the last page, entries of a ring not yet written) are zero.
+        """
+        images: dict[str, Tensor] = {}
+        for pool in self.plan.pools:
+            if pool.kind in DERIVED:
+                continue
+            source = self.tensors[pool.name]
+            if pool.unit == "slot":
+                image = source[slot].clone()
+                if pool.kind.endswith("ring") and length < image.shape[0]:
+                    image[length:] = 0
+            else:
+                image = source[pages[: -(-length // PAGE_SIZE)]].clone()
+                if length % PAGE_SIZE:
+                    image[-1, :, length % PAGE_SIZE :] = 0
+            images[pool.name] = image
+        return images
+
+    def load_image(self, images: Mapping[str, Tensor], slot: int, pages: list[int]) -> None:
+        """Write an image, whose coverage the caller has checked, into a slot and pages."""
+        for name, image in images.items():
+            target = self.tensors[name]
+            if self._units[name] == "slot":
+                target[slot].copy_(image)
+            else:
+                target[pages[: image.shape[0]]] = image.to(target.device)
 
 
 class FreeList:

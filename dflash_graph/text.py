@@ -97,6 +97,12 @@ class StreamDecoder:
         self._held: list[int] = []
         self._returned = 0  # characters at the start of decode(held) that feed already returned
 
+    def clone(self) -> StreamDecoder:
+        """A decoder in the same state; feeding one does not touch the other."""
+        other = StreamDecoder(self._tokenizer)
+        other._held, other._returned = list(self._held), self._returned
+        return other
+
     def feed(self, ids: Iterable[int]) -> str:
         """Take the next ids and return the text that has become certain.
 

@@ -27,7 +27,7 @@ LEVELS = (
     {"planner", "export", "rendering", "profile", "profile_store"},
     {"lowering", "capture", "weights", "state", "report", "checkpoint", "frame"},
     {"executors", "rounds"},
-    {"engine", "contexts", "request", "text"},
+    {"engine", "contexts", "request", "statistics", "stop_text", "submission", "text"},
     {"__init__"},  # the public names: only the outermost level imports `dflash_graph` itself
     {"cli", "testing", "autotune", "bench", "__main__"},
 )

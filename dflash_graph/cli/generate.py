@@ -27,8 +27,9 @@ from dflash_graph.cli.streaming import OrderedText, Run, cancel, facts, follow, 
 from dflash_graph.options import MAX_BATCH
 
 if TYPE_CHECKING:
-    from dflash_graph.engine import Engine, Prompt
+    from dflash_graph.engine import Engine
     from dflash_graph.options import EngineOptions, SamplingParams
+    from dflash_graph.submission import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ EPILOG: Final = """\b
 Examples:
   dflash-graph generate TARGET_DIR --draft DRAFT_DIR --prompt "import os"
   dflash-graph generate TARGET_DIR --draft DRAFT_DIR --ids 12,7,301 --json
+  dflash-graph generate TARGET_DIR --prompt "import os" --temperature 0.8 --top-p 0.95 --seed 7
   cat prompt.txt | dflash-graph generate TARGET_DIR --prompt-file - --lowering eager"""
 
 
@@ -70,6 +72,29 @@ def command(
         bool,
         typer.Option("--ignore-eos", help="Go on at the checkpoint's end tokens."),
     ] = False,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End the text before this string; repeatable."),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 takes the best token each time.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", help="Best tokens kept; 0 keeps all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="P", help="Mass of the tokens kept.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, metavar="P", help="Least share of the best token.")
+    ] = 0.0,
+    presence_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Taken off tokens generated before.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Taken off for every time.")
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Of the first prompt; others count up.")
+    ] = 0,
     draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the draft.")] = False,
     max_batch: Annotated[
@@ -113,7 +138,7 @@ def command(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue prompts, greedily, and print what comes after them.
+    """Continue prompts and print what comes after them.
 
     A single prompt's text is printed as it is committed, several stand in order: texts, then
     files, then ids. Ctrl-C ends the requests and prints what there is.
@@ -138,6 +163,14 @@ def command(
         max_new_tokens=max_new_tokens,
         stop_token_ids=tuple(stop_token_id or ()),
         ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
     )
     start = perf_counter()
     with progress() as report:

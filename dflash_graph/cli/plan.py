@@ -88,9 +88,16 @@ def command(
 
 
 def _executor(memory: MemoryReport, name: str) -> ExecutorMemory:
-    """The executor that `--buffers` names; they stand as rounds by B, prefill, first token."""
-    rounds = [str(batch) for batch in range(1, len(memory.executors) - 1)]
-    known = dict(zip((*rounds, "prefill", "first_token"), memory.executors, strict=True))
-    if name not in known:
+    """The executor that `--buffers` names: B, prefill, first_token, or a name as it is printed."""
+    printed = {executor.name: executor for executor in memory.executors}
+    short = {
+        found.removeprefix("round B="): executor
+        for found, executor in printed.items()
+        if found.startswith("round B=")
+    }
+    short["prefill"] = next(e for n, e in printed.items() if n.startswith("prefill "))
+    short["first_token"] = printed["first token"]
+    if name not in short and name not in printed:
+        known = [*short, *(f"{other!r}" for other in printed)]
         raise OptionError(f"buffers: expected one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    return short.get(name) or printed[name]

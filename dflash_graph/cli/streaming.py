@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from dflash_graph.cli.output import write
 
 if TYPE_CHECKING:
-    from dflash_graph.engine import Engine, Prompt
+    from dflash_graph.engine import Engine
     from dflash_graph.options import SamplingParams
     from dflash_graph.request import Generation, Request
+    from dflash_graph.submission import Prompt
     from dflash_graph.text import Tokenizer
 
 
@@ -51,7 +52,8 @@ def submit(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) ->
     runs: list[Run] = []
     try:
         for prompt in prompts:
-            runs.append(Run(engine.submit(prompt, params), perf_counter()))
+            own = params.replace(seed=(params.seed + len(runs)) % 2**64)
+            runs.append(Run(engine.submit(prompt, own), perf_counter()))
     except BaseException:
         cancel(engine, runs)
         raise

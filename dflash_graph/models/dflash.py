@@ -54,6 +54,34 @@ class BlockInputs:
     live: Value
 
 
+@dataclass(frozen=True)
+class SamplingInputs:
+    """Sampling values of each request: `[B]`, and the seed's two words `[B, 2]`."""
+
+    temperature: Value
+    top_k: Value
+    top_p: Value
+    min_p: Value
+    presence: Value
+    frequency: Value
+    seed: Value
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a draft proposes.
+
+    Args:
+        drafts: `[B, K]` ids.
+        candidates: `[B, K, C]` ids that each draft was drawn from, or None where q is a point mass.
+        draft_probs: `[B, K, C]` float32, q over the candidates.
+    """
+
+    drafts: Value
+    candidates: Value | None = None
+    draft_probs: Value | None = None
+
+
 def context_state(g: GraphBuilder, draft: DraftGeometry, layer: int) -> tuple[Value, Value]:
     """Context K/V of a layer: a ring of S positions where it is local, pages where it is full."""
     a = draft.attention
@@ -150,14 +178,15 @@ def declare_block(g: GraphBuilder, pair: ModelPair, inputs: BlockInputs) -> Valu
     return _norm(g, draft, x, "norm", "final_norm")
 
 
-def declare_proposal(g: GraphBuilder, pair: ModelPair, inputs: BlockInputs) -> Value:
-    """DFlash: the argmax of every mask column, `[B, K]` ids."""
+def declare_proposal(
+    g: GraphBuilder, pair: ModelPair, inputs: BlockInputs, sampling: SamplingInputs | None
+) -> Proposal:
+    """DFlash: the argmax of every mask column, a point mass also when the target samples."""
     hidden = declare_block(g, pair, inputs)
     drafts, _ = g.call(
         "head_argmax", x=hidden, weight=head_weight(g, pair.target), skip=1, **head_attributes(pair)
     )
-    drafted: Value = drafts
-    return drafted
+    return Proposal(drafts)
 
 
 def head_attributes(pair: ModelPair) -> dict[str, int | float]:

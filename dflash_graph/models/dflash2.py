@@ -6,14 +6,26 @@ The block forward, with its grouped dynamic convolution, is declared in `dflash`
 
 from __future__ import annotations
 
-from dflash_graph.graph import GraphBuilder, Value
-from dflash_graph.models.dflash import BlockInputs, declare_block, head_attributes
+from dflash_graph.graph import GraphBuilder
+from dflash_graph.models.dflash import (
+    BlockInputs,
+    Proposal,
+    SamplingInputs,
+    declare_block,
+    head_attributes,
+)
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.qwen3_5 import head_weight
 
 
-def declare_proposal(g: GraphBuilder, pair: ModelPair, inputs: BlockInputs) -> Value:
-    """DFlash2: the selector's path through the candidates of every mask column, `[B, K]` ids."""
+def declare_proposal(
+    g: GraphBuilder, pair: ModelPair, inputs: BlockInputs, sampling: SamplingInputs | None
+) -> Proposal:
+    """DFlash2: the selector's path through the candidates of every mask column.
+
+    With `sampling` the path is drawn and q stays sparse, `[B, K, C]`; without, it is the greedy
+    path.
+    """
     draft = pair.draft
     assert draft is not None and draft.selector is not None
     rank, vocab = draft.selector.rank, pair.target.vocab
@@ -32,22 +44,25 @@ def declare_proposal(g: GraphBuilder, pair: ModelPair, inputs: BlockInputs) -> V
             ("draft/candidate_selector.hidden_projection.weight",),
             (rank, draft.hidden),
         )
-        projected = g.call("linear", "hidden_projection", x=hidden, weight=projection, tiled=True)
-        codebooks = {
-            side: g.weight(
-                f"draft.candidate_selector.{side}_codebook",
-                (f"draft/candidate_selector.{side}_codebook",),
-                (vocab, rank),
-            )
-            for side in ("predecessor", "successor")
+        walk = {
+            "candidates": candidates,
+            "scores": scores,
+            "hidden": g.call(
+                "linear", "hidden_projection", x=hidden, weight=projection, tiled=True
+            ),
+            "anchor": inputs.anchor,
         }
-        drafts, _ = g.call(
-            "selector_walk",
-            candidates=candidates,
-            scores=scores,
-            hidden=projected,
-            anchor=inputs.anchor,
-            **codebooks,
+        for side in ("predecessor", "successor"):
+            name = f"candidate_selector.{side}_codebook"
+            walk[side] = g.weight(f"draft.{name}", (f"draft/{name}",), (vocab, rank))
+        if sampling is None:
+            drafts, _ = g.call("selector_walk", **walk)
+            return Proposal(drafts)
+        drafts, _, draft_probs = g.call(
+            "selector_sample",
+            temperature=sampling.temperature,
+            seed=sampling.seed,
+            frontier=inputs.frontier,
+            **walk,
         )
-    drafted: Value = drafts
-    return drafted
+        return Proposal(drafts, candidates, draft_probs)

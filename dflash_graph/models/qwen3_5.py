@@ -26,6 +26,8 @@ class TargetInputs:
         page_table: `[B, M]` page of each 64 positions.
         start: `[B]` position of column 0.
         live: `[B]` live columns.
+        embeddings: `[B, W, H]` float32 that take the place of token embeddings, or None.
+        replaced: `[B, W]` 1 where they do.
     """
 
     ids: Value
@@ -34,6 +36,8 @@ class TargetInputs:
     page_table: Value
     start: Value
     live: Value
+    embeddings: Value | None = None
+    replaced: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,9 @@ def declare_pass(
     x = g.call(
         "embedding", "embedding", ids=inputs.ids, table=embedding_weight(g, target), scale=1.0
     )
+    if inputs.embeddings is not None:
+        given = {"given": inputs.embeddings, "replaced": inputs.replaced}
+        x = g.call("replace_embeddings", x=x, **given)
     rotary = g.call(
         "rotary_table",
         "rotary",

@@ -255,7 +255,11 @@ def test_plan_of_the_27b_preset(cli: Run) -> None:
     )
     assert 50e9 < found["weights"]["target"] < 55e9
     names = [executor["name"] for executor in found["executors"]]
-    assert names == ["round B=1", "round B=2", "prefill 1024", "first token"]
+    assert names == [
+        *("round B=1", "sampling B=1", "round B=2", "sampling B=2"),
+        *("prefill 1024", "prefill with embeddings 1024", "first token", "sampled first token"),
+        "catch-up",
+    ]
     text = cli("plan", *BIG, "--max-batch", "2").stdout
     assert str(found["total_bytes"]) in text and all(name in text for name in names)
 
@@ -282,7 +286,7 @@ def test_plan_is_what_the_engine_allocates(
         assert found["weights"]["nbytes"] == sum(storages.values())
 
 
-@pytest.mark.parametrize("name", ["1", "2", "prefill", "first_token"])
+@pytest.mark.parametrize("name", ["1", "2", "prefill", "first_token", "sampling B=2", "catch-up"])
 def test_plan_buffers(cli: Run, name: str) -> None:
     arguments = ("plan", "--preset", "demo-dflash2", "--max-batch", "2", "--buffers", name)
     found = document(cli(*arguments, "--json"))
@@ -328,7 +332,7 @@ def test_doctor_fails_where_something_needed_does(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "target_directory", lambda: tmp_path)
-    monkeypatch.setattr(doctor, "_NEEDED", ("torch", "no-such-package"))
+    monkeypatch.setattr(doctor, "_needed", lambda: ["torch", "no-such-package"])
     monkeypatch.setenv("CXX", "no-such-compiler")
     done = cli("doctor", "--json")
     assert done.exit_code == 1

@@ -95,7 +95,7 @@ def poison(engine: dg.Engine) -> None:
     rounds = engine.rounds
     rounds.state.storage.fill_(0xFF)
     rounds.arena.fill_(0xFF)
-    for executor in (*rounds.values(), rounds.first_token):
+    for executor in (*rounds.values(), *rounds.sampling.values(), rounds.first_token):
         executor.outputs.buffer.fill_(INTEGER_POISON)
 
 

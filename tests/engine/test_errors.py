@@ -67,10 +67,7 @@ def test_empty_text(load: Load) -> None:
 
 BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "stop token": ({"stop_token_ids": (3, 160)}, r"stop_token_ids.*below 160.*160"),
-    "temperature": ({"temperature": 0.5}, "temperature"),
-    "presence": ({"presence_penalty": 0.5}, "presence_penalty"),
-    "frequency": ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    "stop strings": ({"stop": ("x",)}, "stop"),
+    "stop strings without a tokenizer": ({"stop": ("x",)}, "no tokenizer.json"),
 }
 
 

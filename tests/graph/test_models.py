@@ -109,7 +109,10 @@ def test_a_round_is_sound_and_complete(pair: ModelPair, draft_tokens: int, batch
     state = declare_state(pair, draft_tokens + 1)
     touched = all_names([v for graph in declared.segments for v in graph.by_role("state")])
     kept = {v.name for v in state if draft_tokens or not v.name.startswith("draft.")}
-    assert touched == kept, "a round touches every state and no other"
+    assert touched == kept - {"target.token_counts"}, "a greedy round touches all but the counts"
+    sampled = declare_round(pair, "eager", draft_tokens=draft_tokens, batch=1, sampling=True)
+    touched = all_names([v for graph in sampled.segments for v in graph.by_role("state")])
+    assert touched == kept, "a sampled round touches every state and no other"
 
 
 def test_regions_are_the_parts_of_a_round(pair: ModelPair) -> None:
@@ -241,7 +244,7 @@ def test_a_mixture_of_experts_has_state_but_no_graph(
     pair = ModelPair(MOE_35B, dtype="bfloat16")
     with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
         declare(pair)
-    assert len(declare_state(pair, 8)) == 2 * 40 + 1
+    assert len(declare_state(pair, 8)) == 2 * 40 + 2
 
 
 def kinds(pair: ModelPair, *, columns: int = 8) -> dict[str, int]:
@@ -256,6 +259,7 @@ def test_state_of_the_27b(large_dflash2_pair: ModelPair) -> None:
         "target.conv_history": int(2.8125 * MIB),
         "target.pages": 16 * 2 * 64 * 4 * 256 * 2,
         "target.continuation_hidden": 5120 * 2,
+        "target.token_counts": 248320 * 4,
         "draft.ring": 40 * MIB,
         "draft.pending_features": 8 * 5 * 5120 * 2,
     }

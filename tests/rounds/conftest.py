@@ -19,6 +19,7 @@ from dflash_graph.models.pair import PAGE_SIZE, ModelPair
 from dflash_graph.models.round import declare_prefill, declare_round, declare_state
 from dflash_graph.rounds import weight_uses
 from dflash_graph.state import Capacities, StatePools, plan_state
+from dflash_graph.testing import poison_
 from dflash_graph.weights import WeightStore
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -56,7 +57,7 @@ class Bench:
         self.columns = columns
         self.pools = StatePools(plan_state(declare_state(self.pair, columns), self.capacities))
         for pool in self.pools.tensors.values():
-            pool.fill_(float("nan"))  # whatever is read must have been written
+            poison_(pool)  # whatever is read must have been written
         for slot in range(slots):
             self.pools.reset_slot(slot)
         per_request = self.capacities.request_pages

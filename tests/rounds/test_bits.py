@@ -46,7 +46,7 @@ def snapshot(bench: Any, slot: int, length: int) -> dict[str, Tensor]:
     for name, pool in bench.pools.tensors.items():
         if name.startswith("target.") and name.endswith("pages"):
             found[name] = bench.keys(slot, name, length).clone()
-        elif name.startswith("target.") and not name.endswith("continuation_hidden"):
+        elif name.startswith("target.layers."):
             found[name] = pool[slot].clone()
     return found
 

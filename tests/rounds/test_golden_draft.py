@@ -100,7 +100,7 @@ class DraftBench:
         )
         propose = dflash2.declare_proposal if draft.conv else dflash.declare_proposal
         with g.region("propose"):
-            g.output(propose(g, self.pair, inputs))
+            g.output(propose(g, self.pair, inputs, None).drafts)
             hidden = _named(g, "propose/final_norm", (1, columns, draft.hidden))
             head = head_weight(g, self.pair.target)
             scores = g.call(

@@ -175,7 +175,9 @@ def test_the_memory_report_adds_up(pair: ModelPair) -> None:
     facts = memory_dict(report)
     assert facts["state"]["nbytes"] == plan_state(states(pair), CAPACITIES).nbytes
     names = [executor["name"] for executor in facts["executors"]]
-    assert names == ["round B=1", "round B=2", "round B=3", "prefill 32", "first token"]
+    rounds = [f"{kind} B={batch}" for batch in (1, 2, 3) for kind in ("round", "sampling")]
+    chunks = ["prefill 32", "prefill with embeddings 32"]
+    assert names == [*rounds, *chunks, "first token", "sampled first token", "catch-up"]
     assert facts["arena_bytes"] == max(e["arena_bytes"] for e in facts["executors"])
     assert facts["weights"]["nbytes"] == facts["weights"]["target"] + facts["weights"]["draft"]
     parts = (facts["weights"]["nbytes"], facts["state"]["nbytes"], facts["arena_bytes"])

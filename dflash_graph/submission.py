@@ -1,0 +1,133 @@
+"""submission: what a caller asks for, checked before anything of it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from dflash_graph.errors import OptionError, RequestError
+from dflash_graph.options import EngineOptions, SamplingParams
+from dflash_graph.text import Tokenizer
+
+Prompt = str | Sequence[int]
+
+_POSITION_MAX: Final = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Media:
+    """The multimodal part of a prompt.
+
+    Args:
+        embeddings: embedding `[H]` of each prompt position that has one of its own.
+        positions: rotary positions `[3, T]` of the prompt, int64, on the host.
+    """
+
+    embeddings: Mapping[int, Tensor]
+    positions: Tensor
+
+    @property
+    def rope_delta(self) -> int:
+        """Rotary position of the first token after the prompt, less its index."""
+        return int(self.positions.max()) + 1 - self.positions.shape[1]
+
+
+def checked_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab: int, capacity: int
+) -> tuple[int, ...]:
+    """Token ids of a prompt.
+
+    Raises:
+        RequestError: it is empty, too long, no prompt at all, or has ids outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "prompt: expected token ids (the target has no tokenizer.json), got text"
+            )
+        prompt = tokenizer.encode(prompt)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise RequestError(f"prompt: expected token ids or text, got {prompt!r}")
+    ids = tuple(prompt)
+    if not ids:
+        raise RequestError("prompt: expected at least one token, got none")
+    if len(ids) >= capacity:
+        raise RequestError(
+            f"prompt: expected fewer than {capacity} tokens (max_context), got {len(ids)}"
+        )
+    for index, token in enumerate(ids):
+        if type(token) is not int or not 0 <= token < vocab:
+            raise RequestError(f"prompt[{index}]: expected an id in 0..{vocab - 1}, got {token!r}")
+    return ids
+
+
+def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> None:
+    """Raise RequestError if the engine cannot serve `params`."""
+    for token in params.stop_token_ids:
+        if token >= vocab:
+            raise RequestError(
+                f"stop_token_ids: expected ids below {vocab} (the vocabulary), got {token}"
+            )
+    if params.stop and tokenizer is None:
+        raise RequestError(
+            "stop: expected no stop strings (the target has no tokenizer.json), "
+            f"got {params.stop!r}; use stop_token_ids"
+        )
+
+
+def checked_media(
+    embeddings: Mapping[int, Tensor] | None, positions: Any, tokens: int, hidden: int
+) -> Media | None:
+    """The multimodal part of a prompt of `tokens` tokens, or None where there is none.
+
+    Args:
+        embeddings: embedding `[H]` by prompt position, or None.
+        positions: `[3, tokens]` integers, or None for plain text positions.
+
+    Raises:
+        RequestError: a position is outside the prompt, a shape differs, or a value is not finite.
+    """
+    if embeddings is None and positions is None:
+        return None
+    given = dict(embeddings or {})
+    for index, row in given.items():
+        if type(index) is not int or not 0 <= index < tokens:
+            raise RequestError(
+                f"embeddings: expected prompt positions 0..{tokens - 1}, got {index!r}"
+            )
+        if not isinstance(row, Tensor) or tuple(row.shape) != (hidden,):
+            found = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+            raise RequestError(f"embeddings[{index}]: expected a tensor [{hidden}], got {found}")
+        if not row.is_floating_point() or not bool(torch.isfinite(row).all()):
+            raise RequestError(f"embeddings[{index}]: expected finite floating-point values")
+    if positions is None:
+        return Media(given, torch.arange(tokens).expand(3, tokens).clone())
+    rows = torch.as_tensor(positions).cpu()
+    if tuple(rows.shape) != (3, tokens) or rows.is_floating_point():
+        raise RequestError(
+            f"positions: expected integers [3, {tokens}] (three axes of the prompt), "
+            f"got {rows.dtype} {list(rows.shape)}"
+        )
+    rows = rows.long()
+    if int(rows.min()) < 0 or int(rows.max()) > _POSITION_MAX:
+        raise RequestError(f"positions: expected values 0..{_POSITION_MAX}")
+    return Media(given, rows)
+
+
+def require_built(options: EngineOptions) -> None:
+    """Refuse startup choices that this release does not have; raises OptionError."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device: expected 'cpu' (torch sees no CUDA device), got 'cuda'")
+    if options.lowering == "triton":
+        raise OptionError(
+            "lowering: expected 'eager' or 'inductor' (no Triton kernels yet), got 'triton'"
+        )
+    for name in ("proposal_head", "draft_tree"):
+        if getattr(options, name) is not None:
+            raise OptionError(
+                f"{name}: expected None (not built yet), got {getattr(options, name)!r}"
+            )
