@@ -1,4 +1,5 @@
-"""Oracles of sampling: Philox in Python integers, laws and acceptance number by number, chi-square.
+"""Oracles that several ops share. Of sampling: Philox in Python integers, laws and acceptance
+number by number, chi-square. Of the delta rule: cases and the token-by-token formula.
 
 They share nothing with the package: each is written from the words of its contract.
 """
@@ -8,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+from dflash_graph.testing import poison_
 
 #: Chance that a right implementation fails one comparison with a law (other seeds than the fixed).
 FALSE_ALARM = 1e-6
@@ -288,3 +292,84 @@ class SamplingOracle:
 @pytest.fixture
 def sampling() -> type[SamplingOracle]:
     return SamplingOracle
+
+
+#: State slots of a Gated DeltaNet case.
+GDN_SLOTS = 5
+
+
+def gdn_case(
+    rng: torch.Generator,
+    dtype: torch.dtype,
+    slots: list[int],
+    counts: list[int],
+    width: int,
+    *,
+    counted: str,
+    key_heads: int = 2,
+    heads: int = 4,
+    key_dim: int = 10,
+    value_dim: int = 6,
+) -> dict[str, Tensor]:
+    """A block whose columns at or after a row's count, and whose other slots, are NaN;
+    `counted` names the argument that counts its columns.
+    """
+    batch = len(slots)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng)
+
+    state = poison_(torch.empty(GDN_SLOTS, heads, value_dim, key_dim))
+    state[slots] = random(batch, heads, value_dim, key_dim)
+    block = {
+        "q": (random(batch, width, key_heads, key_dim) * 2.0).to(dtype),
+        "k": (random(batch, width, key_heads, key_dim) * 2.0).to(dtype),
+        "v": random(batch, width, heads, value_dim).to(dtype),
+        "beta": torch.rand(batch, width, heads, generator=rng),
+        "g": -torch.rand(batch, width, heads, generator=rng) * 3.0,
+    }
+    if counts[0] > 1:
+        block["k"][0, 0, 0] = 0.0
+        block["g"][0, 1] = torch.tensor([0.0, -200.0] * heads)[:heads]
+        block["beta"][0, 1] = torch.tensor([1.0, 0.0] * heads)[:heads]
+    for b, count in enumerate(counts):
+        for value in block.values():
+            poison_(value[b, count:])
+    return {
+        **block,
+        "state": state,
+        "slots": torch.tensor(slots, dtype=torch.int32),
+        counted: torch.tensor(counts, dtype=torch.int32),
+    }
+
+
+def gdn_formula(arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs and states token by token and head by head, in float64."""
+    q, k, v, beta, g = (arguments[n].double() for n in ("q", "k", "v", "beta", "g"))
+    state = arguments["state"].double().clone()
+    batch, width, heads, value_dim = v.shape
+    group = heads // k.shape[2]
+    y = torch.zeros(batch, width, heads, value_dim, dtype=torch.float64)
+    rows = zip(
+        arguments["slots"].tolist(),
+        arguments["live" if "live" in arguments else "committed"].tolist(),
+        strict=True,
+    )
+    for b, (slot, count) in enumerate(rows):
+        for h in range(heads):
+            s = state[slot, h]
+            for i in range(count):
+                key, query = k[b, i, h // group], q[b, i, h // group]
+                key = key / (key @ key + 1e-6) ** 0.5
+                query = query / (query @ query + 1e-6) ** 0.5
+                s = g[b, i, h].exp() * s
+                s = s + torch.outer(beta[b, i, h] * (v[b, i, h] - s @ key), key)
+                y[b, i, h] = s @ query / len(query) ** 0.5
+            state[slot, h] = s
+    return {"y": y, "state": state}
+
+
+@pytest.fixture
+def gdn() -> SimpleNamespace:
+    """Cases of the ops around the delta rule, and their formula in float64."""
+    return SimpleNamespace(case=gdn_case, formula=gdn_formula)

@@ -7,63 +7,9 @@ from dflash_graph.errors import ShapeError
 from dflash_graph.op import spec_of
 from dflash_graph.ops.gdn_fold import OP as FOLD
 from dflash_graph.ops.gdn_recurrence import OP
-from dflash_graph.testing import F32_REDUCTION, assert_matches, check_op, poison_, same_bytes
+from dflash_graph.testing import F32_REDUCTION, assert_matches, check_op, same_bytes
 
-COUNTS = "live"
 SLOTS = 5
-
-
-def case(rng, dtype, slots, counts, width, *, key_heads=2, heads=4, key_dim=10, value_dim=6):
-    """A block whose columns at or after a row's count, and whose other slots, are NaN."""
-    batch = len(slots)
-
-    def random(*shape):
-        return torch.randn(shape, generator=rng)
-
-    state = poison_(torch.empty(SLOTS, heads, value_dim, key_dim))
-    state[slots] = random(batch, heads, value_dim, key_dim)
-    block = {
-        "q": (random(batch, width, key_heads, key_dim) * 2.0).to(dtype),
-        "k": (random(batch, width, key_heads, key_dim) * 2.0).to(dtype),
-        "v": random(batch, width, heads, value_dim).to(dtype),
-        "beta": torch.rand(batch, width, heads, generator=rng),
-        "g": -torch.rand(batch, width, heads, generator=rng) * 3.0,
-    }
-    if counts[0] > 1:
-        block["k"][0, 0, 0] = 0.0
-        block["g"][0, 1] = torch.tensor([0.0, -200.0] * heads)[:heads]
-        block["beta"][0, 1] = torch.tensor([1.0, 0.0] * heads)[:heads]
-    for b, count in enumerate(counts):
-        for value in block.values():
-            poison_(value[b, count:])
-    return {
-        **block,
-        "state": state,
-        "slots": torch.tensor(slots, dtype=torch.int32),
-        COUNTS: torch.tensor(counts, dtype=torch.int32),
-    }
-
-
-def formula(arguments):
-    """Outputs and states token by token and head by head, in float64."""
-    q, k, v, beta, g = (arguments[n].double() for n in ("q", "k", "v", "beta", "g"))
-    state = arguments["state"].double().clone()
-    batch, width, heads, value_dim = v.shape
-    group = heads // k.shape[2]
-    y = torch.zeros(batch, width, heads, value_dim, dtype=torch.float64)
-    rows = zip(arguments["slots"].tolist(), arguments[COUNTS].tolist(), strict=True)
-    for b, (slot, count) in enumerate(rows):
-        for h in range(heads):
-            s = state[slot, h]
-            for i in range(count):
-                key, query = k[b, i, h // group], q[b, i, h // group]
-                key = key / (key @ key + 1e-6) ** 0.5
-                query = query / (query @ query + 1e-6) ** 0.5
-                s = g[b, i, h].exp() * s
-                s = s + torch.outer(beta[b, i, h] * (v[b, i, h] - s @ key), key)
-                y[b, i, h] = s @ query / len(query) ** 0.5
-            state[slot, h] = s
-    return {"y": y, "state": state}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,9 +17,9 @@ def formula(arguments):
     ("slots", "lives", "width"),
     [([3], [1], 1), ([0], [8], 8), ([4, 1, 2], [2, 0, 5], 5), ([2, 0, 3], [16, 9, 1], 16)],
 )
-def test_matches_formula(rng, dtype, slots, lives, width):
-    arguments = case(rng, dtype, slots, lives, width)
-    oracle = {"y": formula(arguments)["y"]}
+def test_matches_formula(gdn, rng, dtype, slots, lives, width):
+    arguments = gdn.case(rng, dtype, slots, lives, width, counted="live")
+    oracle = {"y": gdn.formula(arguments)["y"]}
     found = check_op(OP, arguments, {}, F32_REDUCTION, oracle=oracle, opcheck=False)["y"]
     for b, live in enumerate(lives):
         assert not found[b, live:].any()
@@ -100,9 +46,9 @@ def test_hand_worked():
     assert_matches(OP.reference(**arguments), row(6.0 / 2**0.5), F32_REDUCTION)
 
 
-def test_registration(rng):
+def test_registration(gdn, rng):
     # opcheck compares arguments before and after, so nothing is NaN here.
-    arguments = case(rng, torch.bfloat16, [0, 1, 2, 3, 4], [3] * 5, 3)
+    arguments = gdn.case(rng, torch.bfloat16, [0, 1, 2, 3, 4], [3] * 5, 3, counted="live")
     check_op(OP, arguments, {}, F32_REDUCTION)
 
 
@@ -111,10 +57,10 @@ def test_registration(rng):
     [(2, 4, 10, 6), (1, 1, 64, 64), (2, 4, 64, 64), (1, 3, 7, 5)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_invariant(rng, dtype, key_heads, heads, key_dim, value_dim):
+def test_row_invariant(gdn, rng, dtype, key_heads, heads, key_dim, value_dim):
     how = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
     lives = [16, 0, 11]
-    arguments = case(rng, dtype, [4, 1, 2], lives, 16, **how)
+    arguments = gdn.case(rng, dtype, [4, 1, 2], lives, 16, **how, counted="live")
     whole = OP.reference(**arguments)
     for b, live in enumerate(lives):
         row = {n: v if n == "state" else v[b : b + 1].clone() for n, v in arguments.items()}
@@ -134,8 +80,8 @@ def test_row_invariant(rng, dtype, key_heads, heads, key_dim, value_dim):
     assert same_bytes(OP.reference(**turned).flip(0), whole)
 
 
-def test_cost_and_contract(rng):
-    arguments = case(rng, torch.bfloat16, [0, 1], [3, 3], 3)
+def test_cost_and_contract(gdn, rng):
+    arguments = gdn.case(rng, torch.bfloat16, [0, 1], [3, 3], 3, counted="live")
     specs = {name: spec_of(value) for name, value in arguments.items()}
     cost = OP.cost(specs, {})
     columns = 2 * 3
