@@ -29,7 +29,7 @@ from dflash_graph.tensor import WeightUse
 STATE_FILE: Final = "state.safetensors"
 FACTS_FILE: Final = "context.json"
 FORMAT: Final = 1
-#: Bytes at either end of each weight that make up a model's fingerprint.
+#: Bytes at either end of each weight that enter a model's fingerprint as they are.
 _SAMPLED: Final = 1024
 
 
@@ -38,14 +38,14 @@ class Coverage:
     """What a state belongs to.
 
     Args:
-        target: SHA-256 of the target's geometry and of samples of its weights, hex.
-        draft: the same of the draft; empty for plain decoding.
         dtype: the model dtype.
+        target: SHA-256 of the target's geometry and of both ends and the sum of each weight, hex.
+        draft: the same of the draft; empty for plain decoding.
     """
 
+    dtype: str  # first, because weights of another dtype have other bytes as well
     target: str
     draft: str
-    dtype: str
 
     def require(self, other: Coverage, what: str) -> None:
         """Raise ContextError, naming the first field that differs, unless `other` is the same."""
@@ -62,7 +62,7 @@ _NOUNS: Final = {"target": "target", "draft": "draft", "dtype": "dtype"}
 
 
 def coverage_of(pair: ModelPair, weights: Mapping[WeightUse, Tensor]) -> Coverage:
-    """The coverage of a loaded pair, from its geometry and both ends of every weight."""
+    """The coverage of a loaded pair, from its geometry, both ends and the sum of every weight."""
     digests = {
         "target": hashlib.sha256(repr(pair.target).encode()),
         "draft": hashlib.sha256(repr((pair.draft, pair.draft_causality)).encode()),
@@ -71,12 +71,14 @@ def coverage_of(pair: ModelPair, weights: Mapping[WeightUse, Tensor]) -> Coverag
         owner = use.parts[0].split("/", 1)[0]
         flat = weights[use].reshape(-1)
         count = max(1, _SAMPLED // flat.element_size())
-        for part in (flat[:count], flat[-count:]):
-            digests[owner].update(part.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        # An exact sum over the bits: what lies between the ends, be it a whole tensor of a stack.
+        total = flat.view(torch.int16).sum(dtype=torch.int64)
+        for part in (flat[:count], flat[-count:], total):
+            digests[owner].update(_bytes(part.cpu()))
     return Coverage(
+        dtype=pair.dtype,
         target=digests["target"].hexdigest(),
         draft=digests["draft"].hexdigest() if pair.draft is not None else "",
-        dtype=pair.dtype,
     )
 
 
@@ -91,6 +93,8 @@ class Checkpoint:
         anchor: the token chosen for position F.
         generated: every token generated so far, the anchor included; penalties count these.
         rope_delta: rotary position of position F, less F (0 for text).
+        is_multimodal: whether embeddings or positions came with the prompt, so that its tokens
+            alone do not determine its state.
         images: state by pool name: slot images, and stacks of pages.
     """
 
@@ -99,6 +103,7 @@ class Checkpoint:
     anchor: int
     generated: tuple[int, ...]
     rope_delta: int
+    is_multimodal: bool
     images: Mapping[str, Tensor]
 
     @property
@@ -110,6 +115,26 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of its state."""
         return sum(image.nbytes for image in self.images.values())
+
+    def require(self, coverage: Coverage, vocab: int) -> None:
+        """Raise ContextError unless it is of this coverage and its facts agree with each other."""
+        coverage.require(self.coverage, "checkpoint")
+        if not self.tokens:
+            raise ContextError("checkpoint: expected at least one token, got none")
+        known = (*self.tokens, self.anchor)
+        for name, ids in (("tokens", known), ("generated", self.generated)):
+            for index, token in enumerate(ids):
+                if type(token) is not int or not 0 <= token < vocab:
+                    where = "anchor" if index == len(self.tokens) else f"{name}[{index}]"
+                    raise ContextError(
+                        f"checkpoint: {where}: expected an id in 0..{vocab - 1}, got {token!r}"
+                    )
+        count = len(self.generated)
+        if not count or self.generated != known[-count:]:
+            raise ContextError(
+                f"checkpoint: generated: expected the last of its tokens and its anchor, "
+                f"got {count} others"
+            )
 
     def to_host(self) -> Self:
         """A replica whose state lies in host memory."""
@@ -134,6 +159,7 @@ class Checkpoint:
             "anchor": self.anchor,
             "generated": list(self.generated),
             "rope_delta": self.rope_delta,
+            "is_multimodal": self.is_multimodal,
             "state_sha256": _content(host),
         }
         facts["facts_sha256"] = _facts_hash(facts)
@@ -153,34 +179,36 @@ class Checkpoint:
         facts = _read_facts(folder / FACTS_FILE)
         path = folder / STATE_FILE
         try:
-            images = load_file(path)
+            # Copies: what is loaded is a map of the file, and would change with it.
+            images = {name: image.clone() for name, image in load_file(path).items()}
         except (OSError, SafetensorError) as error:
             raise ContextError(f"{path}: expected a saved state, got {error}") from None
-        if _content(images) != facts["state_sha256"]:
+        if _content(images) != facts.pop("state_sha256"):
             raise ContextError(f"{path}: its content is not what {FACTS_FILE} was written for")
-        return cls(
-            Coverage(**facts["coverage"]),
-            tuple(facts["tokens"]),
-            facts["anchor"],
-            tuple(facts["generated"]),
-            facts["rope_delta"],
-            images,
-        )
+        return cls(**facts, images=images)
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
+    """Arguments of a Checkpoint but its images, and `state_sha256`."""
     try:
         facts = json.loads(path.read_bytes())
         if facts["format"] != FORMAT:
             raise ContextError(f"{path}: expected format {FORMAT}, got {facts['format']!r}")
         if facts["facts_sha256"] != _facts_hash(facts):
             raise ContextError(f"{path}: its content is not what was saved; the file was changed")
+        return {
+            "coverage": Coverage(**facts["coverage"]),
+            "tokens": tuple(facts["tokens"]),
+            "anchor": facts["anchor"],
+            "generated": tuple(facts["generated"]),
+            "rope_delta": facts["rope_delta"],
+            "is_multimodal": facts["is_multimodal"],
+            "state_sha256": facts["state_sha256"],
+        }
     except OSError as error:
         raise ContextError(f"{path}: expected a saved context, got {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ContextError(f"{path}: expected a saved context, got broken text: {error}") from None
-    checked: dict[str, Any] = facts
-    return checked
 
 
 def _facts_hash(facts: Mapping[str, Any]) -> str:
@@ -192,10 +220,15 @@ def _content(images: Mapping[str, Tensor]) -> str:
     """Hash over names, shapes, dtypes and bytes, in name order."""
     digest = hashlib.sha256()
     for name in sorted(images):
-        image = images[name].contiguous()
+        image = images[name]
         digest.update(f"{name} {tuple(image.shape)} {image.dtype}\n".encode())
-        digest.update(image.view(-1).view(torch.uint8).numpy().data)
+        digest.update(_bytes(image))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in host memory."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _short(value: str) -> str:

@@ -103,6 +103,8 @@ class Request:
     frontier: int = 0
     #: Positions that are draft context; the columns from here to the frontier are pending.
     context_frontier: int = 0
+    #: Prompt tokens that came from a stored prefix.
+    reused: int = 0
 
     def __post_init__(self) -> None:
         self.history = list(self.prompt)
@@ -152,6 +154,11 @@ class Request:
     def pending(self) -> int:
         """Committed columns whose features are not yet draft context."""
         return self.frontier - self.context_frontier
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether its prompt, or that of the context it continues, was more than tokens."""
+        return self.media is not None or (self.source is not None and self.source.is_multimodal)
 
     @property
     def rope_delta(self) -> int:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dflash_graph.errors import PlanError, RequestError
+from dflash_graph.errors import ContextError, PlanError, RequestError
 from dflash_graph.graph import Value
 from dflash_graph.models.pair import PAGE_SIZE
 from dflash_graph.op import dtype_of
@@ -183,8 +183,24 @@ class StatePools:
             images[pool.name] = image
         return images
 
+    def require_image(self, images: Mapping[str, Tensor], length: int) -> None:
+        """Raise ContextError unless `images` are what `image` makes at `length` positions."""
+        expected = {pool.name: pool for pool in self.plan.pools if pool.kind not in DERIVED}
+        for name in sorted(expected.keys() ^ images.keys()):
+            what = "an image of it, got none" if name in expected else "no image of this name"
+            raise ContextError(f"checkpoint: {name}: expected {what}")
+        for name, pool in expected.items():
+            lead = () if pool.unit == "slot" else (-(-length // PAGE_SIZE),)
+            shape, dtype = (*lead, *pool.shape[1:]), dtype_of(pool.dtype)
+            found = images[name]
+            if tuple(found.shape) != shape or found.dtype != dtype:
+                raise ContextError(
+                    f"checkpoint: {name}: expected {dtype} {list(shape)} (at {length} positions), "
+                    f"got {found.dtype} {list(found.shape)}"
+                )
+
     def load_image(self, images: Mapping[str, Tensor], slot: int, pages: list[int]) -> None:
-        """Write an image, whose coverage the caller has checked, into a slot and pages."""
+        """Write an image, which the caller has checked, into a slot and pages."""
         for name, image in images.items():
             target = self.tensors[name]
             if self._units[name] == "slot":

@@ -15,7 +15,9 @@ from dflash_graph.text import Tokenizer
 
 Prompt = str | Sequence[int]
 
-_POSITION_MAX: Final = 2**31 - 1
+#: Largest rotary position of a prompt: positions are int32, and generated tokens go on from there.
+_POSITION_MAX: Final = 2**30 - 1
+_POSITION_DTYPES: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Media:
     """The multimodal part of a prompt.
 
     Args:
-        embeddings: embedding `[H]` of each prompt position that has one of its own.
+        embeddings: embedding `[H]` of each prompt position that has one of its own; float32, on
+            the host, copies that nobody else holds.
         positions: rotary positions `[3, T]` of the prompt, int64, on the host.
     """
 
@@ -93,29 +96,45 @@ def checked_media(
     """
     if embeddings is None and positions is None:
         return None
-    given = dict(embeddings or {})
-    for index, row in given.items():
-        if type(index) is not int or not 0 <= index < tokens:
-            raise RequestError(
-                f"embeddings: expected prompt positions 0..{tokens - 1}, got {index!r}"
-            )
-        if not isinstance(row, Tensor) or tuple(row.shape) != (hidden,):
-            found = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
-            raise RequestError(f"embeddings[{index}]: expected a tensor [{hidden}], got {found}")
-        if not row.is_floating_point() or not bool(torch.isfinite(row).all()):
-            raise RequestError(f"embeddings[{index}]: expected finite floating-point values")
-    if positions is None:
-        return Media(given, torch.arange(tokens).expand(3, tokens).clone())
-    rows = torch.as_tensor(positions).cpu()
-    if tuple(rows.shape) != (3, tokens) or rows.is_floating_point():
+    given = {} if embeddings is None else embeddings
+    if not isinstance(given, Mapping):
         raise RequestError(
-            f"positions: expected integers [3, {tokens}] (three axes of the prompt), "
-            f"got {rows.dtype} {list(rows.shape)}"
+            f"embeddings: expected a mapping of prompt positions, got {type(given).__name__}"
         )
-    rows = rows.long()
-    if int(rows.min()) < 0 or int(rows.max()) > _POSITION_MAX:
-        raise RequestError(f"positions: expected values 0..{_POSITION_MAX}")
-    return Media(given, rows)
+    rows = {index: _checked_row(index, row, tokens, hidden) for index, row in given.items()}
+    if positions is None:
+        return Media(rows, torch.arange(tokens).expand(3, tokens).clone())
+    return Media(rows, _checked_positions(positions, tokens))
+
+
+def _checked_row(index: Any, row: Any, tokens: int, hidden: int) -> Tensor:
+    """A copy of one embedding."""
+    if type(index) is not int or not 0 <= index < tokens:
+        raise RequestError(f"embeddings: expected prompt positions 0..{tokens - 1}, got {index!r}")
+    if not isinstance(row, Tensor) or tuple(row.shape) != (hidden,):
+        found = list(row.shape) if isinstance(row, Tensor) else type(row).__name__
+        raise RequestError(f"embeddings[{index}]: expected a tensor [{hidden}], got {found}")
+    if not row.is_floating_point():
+        raise RequestError(f"embeddings[{index}]: expected floating-point values, got {row.dtype}")
+    copy = row.detach().to(device="cpu", dtype=torch.float32, copy=True)
+    if not bool(torch.isfinite(copy).all()):
+        raise RequestError(f"embeddings[{index}]: expected values that are finite in float32")
+    return copy
+
+
+def _checked_positions(positions: Any, tokens: int) -> Tensor:
+    expected = f"positions: expected integers [3, {tokens}] (three axes of the prompt)"
+    try:
+        rows = torch.as_tensor(positions).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RequestError(f"{expected}, got {error}") from None
+    if tuple(rows.shape) != (3, tokens) or rows.dtype not in _POSITION_DTYPES:
+        raise RequestError(f"{expected}, got {rows.dtype} {list(rows.shape)}")
+    rows = rows.to(torch.int64, copy=True)
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high > _POSITION_MAX:
+        raise RequestError(f"positions: expected values 0..{_POSITION_MAX}, got {low}..{high}")
+    return rows
 
 
 def require_built(options: EngineOptions) -> None:

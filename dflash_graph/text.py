@@ -97,6 +97,11 @@ class StreamDecoder:
         self._held: list[int] = []
         self._returned = 0  # characters at the start of decode(held) that feed already returned
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether the last bytes do not make a whole character yet."""
+        return bool(self._held)
+
     def clone(self) -> StreamDecoder:
         """A decoder in the same state; feeding one does not touch the other."""
         other = StreamDecoder(self._tokenizer)

@@ -17,7 +17,7 @@ LEVELS = (
         *("tensor", "options", "config_fields", "geometry", "demo", "profiles", "templates"),
         # formulas
         *("arithmetic", "head", "block_attention", "grouped_convolution", "delta_rule"),
-        *("philox", "sampling", "selector"),
+        *("philox", "sampling", "selector", "turns"),
     },
     {"op"},
     {"ops"},
@@ -25,9 +25,10 @@ LEVELS = (
     {"models"},
     {"passes"},
     {"planner", "export", "rendering", "profile", "profile_store"},
-    {"lowering", "capture", "weights", "state", "report", "checkpoint", "frame"},
+    {"kernels"},
+    {"ahead_of_time", "lowering", "capture", "weights", "state", "report", "checkpoint", "frame"},
     {"executors", "rounds"},
-    {"engine", "contexts", "request", "statistics", "stop_text", "submission", "text"},
+    {"engine", "scheduler", "contexts", "request", "statistics", "stop_text", "submission", "text"},
     {"__init__"},  # the public names: only the outermost level imports `dflash_graph` itself
     {"cli", "testing", "autotune", "bench", "__main__"},
 )

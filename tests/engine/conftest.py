@@ -103,8 +103,8 @@ def at_rest(engine: dg.Engine) -> bool:
     """Whether nothing runs and every slot and page was given back."""
     return (
         engine.is_idle
-        and engine._slots.free == engine._slots.count
-        and engine._pages.free == engine._pages.count
+        and engine.scheduler.slots.free == engine.scheduler.slots.count
+        and engine.scheduler.pages.free == engine.scheduler.pages.count
     )
 
 

@@ -56,7 +56,7 @@ def test_bad_prompt(load: Load, kind: str) -> None:
             call()
         assert engine.is_idle and engine.step() == []
     assert engine.submit([1]).id == 0, "no number was used up"
-    engine.cancel(engine._waiting[0])
+    engine.cancel(engine.scheduler.waiting[0])
 
 
 def test_empty_text(load: Load) -> None:
@@ -391,7 +391,7 @@ def test_interrupted_generate(lab: Any, load: Load) -> None:
     interrupt_once(engine.rounds[2], 0, 5)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(case.prompts[1:] * 3, long())
-    assert engine._active == [other] and not engine._waiting
+    assert engine.scheduler.active == [other] and not engine.scheduler.waiting
     while not engine.is_idle:
         engine.step()
     assert tuple(other.token_ids) == case.greedy[0]

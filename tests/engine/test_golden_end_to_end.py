@@ -28,7 +28,7 @@ class Watch:
 
         def watched(*args: Any, **options: Any) -> Any:
             outputs = forward(*args, **options)
-            by_slot = {r.slot: r.id for r in self._engine._active}
+            by_slot = {r.slot: r.id for r in self._engine.scheduler.active}
             names = ("slots", "frontier", "live_columns")
             columns = [executor.inputs[name].tolist() for name in names]
             ids = outputs["verify/ids"].tolist()

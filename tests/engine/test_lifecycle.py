@@ -102,7 +102,7 @@ def test_cancel_at_every_point(lab: Any, load: Load) -> None:
     engine.cancel(prefilling)
     assert waiting.finish_reason == prefilling.finish_reason == "cancelled"
     assert not waiting.token_ids and not prefilling.token_ids
-    assert engine._slots.free == 1
+    assert engine.scheduler.slots.free == 1
     joined = engine.submit(case.prompts[1], long())
     while len(joined.token_ids) < 5:
         engine.step()
