@@ -107,7 +107,7 @@ def test_context_catches_up_first(
         if request.is_decoding:
             assert request.pending == request.rounds[-1].committed
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "_catch_up", lambda *_: None)
+                patch.setattr(engine.scheduler, "_catch_up", lambda *_: None)
                 behind.append((len(proposals), engine.checkpoint(request)))
             assert request.pending
             whole.append((len(proposals), engine.checkpoint(request)))
@@ -119,7 +119,9 @@ def test_context_catches_up_first(
             proposals.clear()
             fork = engine.fork(checkpoint, dg.SamplingParams(max_new_tokens=1, ignore_eos=True))
             # One round of full width, whatever the budget is.
-            monkeypatch.setattr(engine, "_live_drafts", lambda r: engine.rounds.draft_tokens)
+            monkeypatch.setattr(
+                engine.scheduler, "_live_drafts", lambda r: engine.rounds.draft_tokens
+            )
             shop.drain(engine)
             monkeypatch.undo()
             monkeypatch.setattr(executor, "forward", watched)

@@ -183,8 +183,8 @@ def test_same_model_loaded_again(shop: Any, load: Load) -> None:
     target, draft = shop.directories["golden mixed"]
     options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=1, max_context=128)
     other = dg.Engine.load(target, draft, options)
-    assert one._coverage_now() == other._coverage_now()
-    assert one._coverage_now().target == load("golden plain")._coverage_now().target
+    assert one.scheduler.coverage() == other.scheduler.coverage()
+    assert one.scheduler.coverage().target == load("golden plain").scheduler.coverage().target
 
 
 @pytest.mark.parametrize("owner", ["target", "draft"])

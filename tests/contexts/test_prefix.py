@@ -156,8 +156,8 @@ def test_bytes(shop: Any, load: Load) -> None:
     prompts = [shop.prompt("golden mixed", i) for i in range(3)]
     measured = load("golden mixed", prefix_cache_bytes=PLENTY)
     measured.generate(prompts[:1], PARAMS)
-    sizes = [c.nbytes for c in measured._prefixes._stored.values()]
-    assert measured._prefixes.nbytes == sum(sizes) and len(sizes) == 2
+    sizes = [c.nbytes for c in measured.scheduler.prefixes._stored.values()]
+    assert measured.scheduler.prefixes.nbytes == sum(sizes) and len(sizes) == 2
     for budget, most in ((0, 0), (min(sizes) - 1, 0), (min(sizes), 1), (3 * max(sizes), 3)):
         engine = load("golden mixed", prefix_cache_bytes=budget)
         for _ in range(2):
