@@ -65,6 +65,12 @@ class PlanError(DFlashGraphError):
     """A memory plan cannot be made or does not hold."""
 
 
+class TemplateError(DFlashGraphError):
+    """A kernel template does not exist, is rendered with other holes than it declares, or its file
+    cannot be kept.
+    """
+
+
 class DeviceMemoryError(DFlashGraphError):
     """The device has less memory than the plan needs; the message holds the plan's numbers."""
 

@@ -1,0 +1,186 @@
+"""From op calls to kernels, and kernels compiled for devices that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dflash_graph import ahead_of_time
+from dflash_graph.ahead_of_time import CAPABILITIES, Compiled, compile_case, problems, table
+from dflash_graph.errors import ShapeError, TemplateError
+from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
+from dflash_graph.kernels import (
+    Choice,
+    KernelCase,
+    kernel_case,
+    kernel_cases,
+    kernel_ops,
+    row_bucket,
+    shipped_cases,
+)
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.op import get_op
+from dflash_graph.profiles import load_preset
+from dflash_graph.rendering import render, template_info, template_names
+from dflash_graph.tensor import TensorSpec
+
+SMALL = (
+    ("linear", {"x": "1 3 45", "weight": "19 45"}, {"tiled": True}),
+    ("linear", {"x": "1 40 256", "weight": "64 256"}, {"tiled": True}),
+    ("rms_norm", {"x": "2 3 24", "weight": "24"}, {"eps": 1e-6, "offset": True}),
+    ("swiglu", {"gate_up": "2 3 260"}, {"ffn_width": 130}),
+)
+
+
+def small_case(op: str, shapes: dict[str, str], attributes: dict, dtype: str) -> KernelCase:
+    specs = {
+        name: TensorSpec(tuple(map(int, shape.split())), dtype) for name, shape in shapes.items()
+    }
+    case = kernel_case(op, specs, attributes)
+    assert case is not None
+    return case
+
+
+def test_row_buckets() -> None:
+    rows = (1, 15, 16, 17, 32, 33, 64, 65, 127, 128, 129)
+    expected = [16, 16, 16, 32, 32, 64, 64, 128, 128, 128, 128]
+    assert [row_bucket(n) for n in rows] == expected
+
+
+def test_every_template_belongs_to_an_op_and_the_reverse() -> None:
+    assert kernel_ops() == template_names()
+    for op in kernel_ops():
+        assert template_info(op).op == get_op(op).name
+
+
+def test_calls_without_a_kernel() -> None:
+    specs = {"x": TensorSpec((1, 3, 45), "float32"), "weight": TensorSpec((19, 45), "float32")}
+    assert kernel_case("linear", specs, {"tiled": False}) is None
+    ids = {"anchor": TensorSpec((1,), "int32")}
+    assert kernel_case("block_ids", ids, {"columns": 8, "mask_token_id": 0}) is None
+    with pytest.raises(ShapeError, match="attributes"):
+        kernel_case("linear", specs, {})
+
+
+def test_a_choice_replaces_the_default() -> None:
+    specs = {"x": TensorSpec((1, 3, 45), "float32"), "weight": TensorSpec((19, 45), "float32")}
+    choice = Choice({"BLOCK_O": 128, "BLOCK_I": 16}, num_warps=8, num_stages=1)
+    case = kernel_case("linear", specs, {"tiled": True}, choice=choice)
+    assert case is not None
+    assert dict(case.holes) == {
+        "O": 19,
+        "I": 45,
+        "dtype": "float32",
+        "unrounded": False,
+        "BLOCK_O": 128,
+        "BLOCK_I": 16,
+        "BLOCK_R": 16,
+    }
+    assert (case.num_warps, case.num_stages) == (8, 1)
+
+
+def test_shipped_cases_render_and_fix_tiles_by_weight(tmp_path: Path) -> None:
+    cases = shipped_cases()
+    assert len(set(cases)) == len(cases)
+    assert {case.op for case in cases} == set(kernel_ops())
+    fixed: dict[tuple, set] = {}
+    buckets: dict[tuple, set] = {}
+    for case in cases:
+        render(case.template, dict(case.holes), cache_dir=tmp_path)
+        if case.op == "linear":
+            holes = dict(case.holes)
+            weight = (holes["O"], holes["I"], holes["dtype"])
+            tiles = (holes["BLOCK_O"], holes["BLOCK_I"], case.num_warps)
+            fixed.setdefault(weight, set()).add(tiles)
+            buckets.setdefault(weight, set()).add(holes["BLOCK_R"])
+    assert all(len(tiles) == 1 for tiles in fixed.values())
+    assert {(34816, 5120, "bfloat16"), (5120, 17408, "bfloat16")} < fixed.keys()
+    # Sixteen columns and one to eight requests: 16 to 128 rows.
+    assert all(found == {16, 32, 64, 128} for found in buckets.values())
+
+
+def test_the_largest_rounds_meet_the_kernels_of_all() -> None:
+    preset = load_preset("demo-dflash2")
+    target = target_geometry_from_config(preset["target"], "target")
+    draft = draft_geometry_from_config(preset["draft"], "draft")
+    pair = ModelPair(target, draft, dtype="bfloat16")
+    largest = set(kernel_cases(pair))
+    for draft_tokens in (1, 6, 7, 8):
+        assert set(kernel_cases(pair, draft_tokens=draft_tokens)) <= largest
+
+
+@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("op", "shapes", "attributes"), SMALL)
+def test_compiles_ahead_of_time(
+    op: str,
+    shapes: dict[str, str],
+    attributes: dict,
+    dtype: str,
+    capability: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    case = small_case(op, shapes, attributes, dtype)
+    found = compile_case(case, capability, cache_dir=tmp_path)
+    assert (found.case, found.capability) == (case, capability)
+    assert 8 <= found.registers <= 255
+    assert found.shared > 0 or op != "linear"
+    assert problems([found], 0) == []
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_spills_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One warp holds 64 x 128 accumulators: more registers than a thread has."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    specs = {
+        "x": TensorSpec((8, 16, 64), "bfloat16"),
+        "weight": TensorSpec((256, 64), "bfloat16"),
+    }
+    choice = Choice({"BLOCK_O": 64, "BLOCK_I": 16}, num_warps=1, num_stages=1)
+    case = kernel_case("linear", specs, {"tiled": True}, choice=choice)
+    assert case is not None
+    found = compile_case(case, 80, cache_dir=tmp_path)
+    assert found.local > 100
+    (problem,) = problems([found], 0)
+    assert f"{found.local} bytes of spills, bound 0" in problem
+    assert problems([found], found.local) == []
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_a_kernel_that_does_not_compile_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    case = small_case(*SMALL[2], "float32")
+    broken = KernelCase(case.op, case.template, case.holes, num_warps=3, num_stages=1)
+    with pytest.raises(TemplateError, match=r"rms_norm .* for sm_90: .*power of 2"):
+        compile_case(broken, 90, cache_dir=tmp_path)
+
+
+def test_table_and_problems() -> None:
+    case = small_case(*SMALL[0], "float32")
+    rows = [Compiled(case, capability, 40, 100 * 1024, 0) for capability in CAPABILITIES]
+    head, line = table(rows)
+    assert "sm_80" in head and "sm_120" in head
+    assert line.startswith("linear BLOCK_I=32") and line.count("40 / 100.0 / 0") == 3
+    (problem,) = problems(rows, 0)
+    assert "sm_120: 102400 bytes of shared memory, the device has 101376" in problem
+
+
+@pytest.mark.usefixtures("needs_triton")
+def test_the_command_fails_on_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = small_case(*SMALL[3], "float32")
+    monkeypatch.setattr(ahead_of_time, "shipped_cases", lambda: (case,))
+    for local, status in ((0, 0), (8, 1)):
+        made = [Compiled(case, capability, 40, 0, local) for capability in CAPABILITIES]
+        monkeypatch.setattr(ahead_of_time, "compile_all", lambda *_, made=made, **__: iter(made))
+        assert ahead_of_time.main(["--cache", str(tmp_path)]) == status
+        out, err = capsys.readouterr()
+        assert "3 of 3 compiled" in err and "swiglu" in out
+        assert ("8 bytes of spills" in err) == (status == 1)
