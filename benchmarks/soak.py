@@ -124,6 +124,9 @@ def soak(engine: dg.Engine, rounds: int, seed: int) -> Soak:
             live.append(engine.submit(prompt, params(), keep=keep))
         result.requests += 1
 
+    # Executors of prefill chunks are bound at their first use: bind all before the first sample.
+    for tokens in range(1, engine.rounds.options.prefill_chunk + 1):
+        engine.rounds.prefill(tokens)
     warm = rounds // 10
     every = max(1, (rounds - warm) // 100)
     steps = 0
