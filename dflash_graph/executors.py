@@ -14,7 +14,6 @@ from dflash_graph.frame import Frame, FrameLayout, input_layout, output_layout
 from dflash_graph.graph import Backend, Graph
 from dflash_graph.lowering import eager, inductor
 from dflash_graph.lowering.segment import Probe, Segment
-from dflash_graph.models.round import Round
 from dflash_graph.op import dtype_of
 from dflash_graph.passes.check import check_segments
 from dflash_graph.passes.fuse import fuse
@@ -123,19 +122,6 @@ class Executor:
 
 class RoundExecutor(Executor):
     """One exact-B round: `forward` proposes, verifies and accepts, `finish` commits."""
-
-    @classmethod
-    def of(
-        cls,
-        declared: Round,
-        capacities: Capacities,
-        arena: Tensor,
-        weights: Mapping[WeightUse, Tensor],
-        state: Mapping[str, Tensor],
-    ) -> RoundExecutor:
-        """Compile and bind a declared round."""
-        compiled = compile_segments(declared.segments, capacities)
-        return cls(compiled, arena, weights, state, declared.forward.key.backend)
 
     @property
     def batch(self) -> int:
