@@ -38,12 +38,14 @@ class Compiled:
     """A kernel compiled for one capability.
 
     Args:
+        kernel: its name in the rendered file.
         registers: of a thread.
         shared: bytes of shared memory a block asks for.
         local: bytes of local memory a thread has; kernels have no arrays, so all of it is spills.
     """
 
     case: KernelCase
+    kernel: str
     capability: int
     registers: int
     shared: int
@@ -52,41 +54,45 @@ class Compiled:
 
 def compile_case(
     case: KernelCase, capability: int, *, cache_dir: str | Path | None = None
-) -> Compiled:
-    """Compile one kernel for a device of a capability.
+) -> tuple[Compiled, ...]:
+    """Compile the kernels of one case for a device of a capability.
 
     Args:
-        case: the kernel; pointers are taken to be 16-byte aligned, as arena views are.
+        case: the kernels; pointers are taken to be 16-byte aligned, as arena views are.
         capability: such as 90 for compute capability 9.0.
         cache_dir: of the rendered file, see `rendering.cache_folder`.
 
     Raises:
-        TemplateError: the kernel does not compile there.
+        TemplateError: a kernel does not compile there.
     """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     module = case.module(cache_dir)
-    signature: dict[str, str] = module.SIGNATURE
-    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
-    source = ASTSource(
-        fn=getattr(module, f"{case.op}_kernel"),
-        signature=signature,
-        constexprs={},
-        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
-    )
-    options = {
-        "num_warps": case.num_warps,
-        "num_stages": case.num_stages,
-        "enable_fp_fusion": True,  # as in each launch
-    }
-    try:
-        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except Exception as error:  # the compiler's errors have no common class
-        raise TemplateError(f"{case} for sm_{capability}: {error}") from error
-    registers, local = _usage(kernel.asm["cubin"])
-    return Compiled(case, capability, registers, kernel.metadata.shared, local)
+    found = []
+    for name, signature in module.KERNELS.items():
+        pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+        source = ASTSource(
+            fn=getattr(module, name),
+            signature=signature,
+            constexprs={},
+            attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+        )
+        options = {
+            **module.OPTIONS,
+            "num_warps": getattr(module, "WARPS", {}).get(name, case.num_warps),
+            "num_stages": case.num_stages,
+        }
+        target = GPUTarget("cuda", capability, 32)
+        try:
+            kernel = triton.compile(source, target=target, options=options)
+        except Exception as error:  # the compiler's errors have no common class
+            raise TemplateError(f"{case} {name} for sm_{capability}: {error}") from error
+        registers, local = _usage(kernel.asm["cubin"])
+        shared = kernel.metadata.shared
+        found.append(Compiled(case, name, capability, registers, shared, local))
+    return tuple(found)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -111,7 +117,8 @@ def problems(compiled: Sequence[Compiled], max_spill_bytes: int) -> list[str]:
     """What is wrong: spills over the bound, more shared memory than the device has."""
     found = []
     for entry in compiled:
-        where, limit = f"{entry.case} for sm_{entry.capability}", SHARED_LIMIT[entry.capability]
+        where = f"{entry.case} {entry.kernel} for sm_{entry.capability}"
+        limit = SHARED_LIMIT[entry.capability]
         if entry.local > max_spill_bytes:
             found.append(f"{where}: {entry.local} bytes of spills, bound {max_spill_bytes}")
         if entry.shared > limit:
@@ -121,7 +128,7 @@ def problems(compiled: Sequence[Compiled], max_spill_bytes: int) -> list[str]:
 
 def compile_all(
     cases: Sequence[KernelCase], *, cache_dir: str | Path | None, jobs: int
-) -> Iterator[Compiled]:
+) -> Iterator[tuple[Compiled, ...]]:
     """Compile every case for every capability, `jobs` at a time, in order of completion."""
     work = list(itertools.product(cases, CAPABILITIES))
     context = multiprocessing.get_context("spawn")
@@ -137,20 +144,21 @@ def compile_all(
 
 def table(compiled: Sequence[Compiled]) -> Iterator[str]:
     """Lines for people: a case, then registers, shared KiB and spilled bytes by capability."""
-    by_case: dict[KernelCase, dict[int, Compiled]] = {}
+    rows: dict[tuple[KernelCase, str], dict[int, Compiled]] = {}
     for entry in compiled:
-        by_case.setdefault(entry.case, {})[entry.capability] = entry
-    cases = sorted(by_case, key=_order)
-    width = max(len(str(case)) for case in cases)
+        rows.setdefault((entry.case, entry.kernel), {})[entry.capability] = entry
+    ordered = sorted(rows, key=lambda row: (_order(row[0]), row[1]))
+    names = {row: f"{row[1]}: {row[0]}" for row in ordered}
+    width = max(map(len, names.values()))
     yield f"{'registers / shared KiB / spilled bytes':<{width}}" + "".join(
         f"  {f'sm_{capability}':>15}" for capability in CAPABILITIES
     )
-    for case in cases:
+    for row in ordered:
         cells = (
             f"{e.registers} / {e.shared / 1024:.1f} / {e.local}"
-            for e in (by_case[case][capability] for capability in CAPABILITIES)
+            for e in (rows[row][capability] for capability in CAPABILITIES)
         )
-        yield f"{case!s:<{width}}" + "".join(f"  {cell:>15}" for cell in cells)
+        yield f"{names[row]:<{width}}" + "".join(f"  {cell:>15}" for cell in cells)
 
 
 def _order(case: KernelCase) -> tuple[Any, ...]:
@@ -171,12 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     cases = shipped_cases()
     total = len(cases) * len(CAPABILITIES)
-    compiled = []
+    compiled: list[Compiled] = []
     try:
-        for entry in compile_all(cases, cache_dir=given.cache, jobs=given.jobs):
-            compiled.append(entry)
-            if len(compiled) % 20 == 0 or len(compiled) == total:
-                print(f"{len(compiled)} of {total} compiled", file=sys.stderr, flush=True)
+        results = compile_all(cases, cache_dir=given.cache, jobs=given.jobs)
+        for done, entries in enumerate(results, 1):
+            compiled.extend(entries)
+            if done % 20 == 0 or done == total:
+                print(f"{done} of {total} compiled", file=sys.stderr, flush=True)
     except DFlashGraphError as error:
         print(error, file=sys.stderr)
         return 1

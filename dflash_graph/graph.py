@@ -100,9 +100,8 @@ class Node:
         """Names of the state values that the call changes."""
         names = []
         for argument in self.contract.updated:
-            name = self.inputs[argument]
-            assert isinstance(name, str), f"{self.name}.{argument}: state is never variadic"
-            names.append(name)
+            given = self.inputs[argument]
+            names.extend((given,) if isinstance(given, str) else given)
         return tuple(names)
 
 

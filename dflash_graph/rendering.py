@@ -1,6 +1,6 @@
 """Kernel templates become Python files: the Jinja environment, specialisation keys, the cache.
 
-A template opens with a Jinja comment that says which op it implements and lists its holes, one
+A template opens with a Jinja comment that says which ops it implements and lists its holes, one
 line each::
 
     op: linear
@@ -44,7 +44,7 @@ SUFFIX: Final = ".py.jinja"
 HoleValue = int | bool | str
 
 _HEADER = re.compile(r"\A\{#(.*?)#\}", re.DOTALL)
-_OP = re.compile(r"^op: (\w+)$", re.MULTILINE)
+_OP = re.compile(r"^op: (\w+(?:, \w+)*)$", re.MULTILINE)
 _HOLE = re.compile(r"^hole: +(\w+) +(.+)$", re.MULTILINE)
 _RANGE = re.compile(r"int >= (\d+)")
 _CHOICE = re.compile(r"\w+(?: \| \w+)*")
@@ -79,7 +79,7 @@ class TemplateInfo:
     """What a template's header states."""
 
     name: str
-    op: str
+    ops: tuple[str, ...]
     holes: Mapping[str, Hole]
     texts: Mapping[str, str]
     """The template and every file that it includes or imports, by file name."""
@@ -232,7 +232,7 @@ def _read(environment: jinja2.Environment, template: str) -> TemplateInfo:
             f"{where}: expected the header to list the holes in use; not listed "
             f"{sorted(used - holes.keys())}, not used {sorted(holes.keys() - used)}"
         )
-    return TemplateInfo(template, op[1], holes, texts)
+    return TemplateInfo(template, tuple(op[1].split(", ")), holes, texts)
 
 
 def _hole(where: str, name: str, rest: str) -> Hole:

@@ -49,9 +49,10 @@ def test_row_buckets() -> None:
 
 
 def test_every_template_belongs_to_an_op_and_the_reverse() -> None:
-    assert kernel_ops() == template_names()
-    for op in kernel_ops():
-        assert template_info(op).op == get_op(op).name
+    stated = {name: template_info(name).ops for name in template_names()}
+    for ops in stated.values():
+        assert all(get_op(op).name == op for op in ops)
+    assert sorted(op for ops in stated.values() for op in ops) == list(kernel_ops())
 
 
 def test_calls_without_a_kernel() -> None:
@@ -76,6 +77,7 @@ def test_a_choice_replaces_the_default() -> None:
         "BLOCK_O": 128,
         "BLOCK_I": 16,
         "BLOCK_R": 16,
+        "pdl": False,
     }
     assert (case.num_warps, case.num_stages) == (8, 1)
 
@@ -125,7 +127,7 @@ def test_compiles_ahead_of_time(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     case = small_case(op, shapes, attributes, dtype)
-    found = compile_case(case, capability, cache_dir=tmp_path)
+    (found,) = compile_case(case, capability, cache_dir=tmp_path)
     assert (found.case, found.capability) == (case, capability)
     assert 8 <= found.registers <= 255
     assert found.shared > 0 or op != "linear"
@@ -143,7 +145,7 @@ def test_spills_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     choice = Choice({"BLOCK_O": 64, "BLOCK_I": 16}, num_warps=1, num_stages=1)
     case = kernel_case("linear", specs, {"tiled": True}, choice=choice)
     assert case is not None
-    found = compile_case(case, 80, cache_dir=tmp_path)
+    (found,) = compile_case(case, 80, cache_dir=tmp_path)
     assert found.local > 100
     (problem,) = problems([found], 0)
     assert f"{found.local} bytes of spills, bound 0" in problem
@@ -163,10 +165,13 @@ def test_a_kernel_that_does_not_compile_is_named(
 
 def test_table_and_problems() -> None:
     case = small_case(*SMALL[0], "float32")
-    rows = [Compiled(case, capability, 40, 100 * 1024, 0) for capability in CAPABILITIES]
+    rows = [
+        Compiled(case, "linear_kernel", capability, 40, 100 * 1024, 0)
+        for capability in CAPABILITIES
+    ]
     head, line = table(rows)
     assert "sm_80" in head and "sm_120" in head
-    assert line.startswith("linear BLOCK_I=32") and line.count("40 / 100.0 / 0") == 3
+    assert line.startswith("linear_kernel: linear BLOCK_I=32") and line.count("40 / 100.0 / 0") == 3
     (problem,) = problems(rows, 0)
     assert "sm_120: 102400 bytes of shared memory, the device has 101376" in problem
 
@@ -178,7 +183,10 @@ def test_the_command_fails_on_a_problem(
     case = small_case(*SMALL[3], "float32")
     monkeypatch.setattr(ahead_of_time, "shipped_cases", lambda: (case,))
     for local, status in ((0, 0), (8, 1)):
-        made = [Compiled(case, capability, 40, 0, local) for capability in CAPABILITIES]
+        made = [
+            (Compiled(case, "swiglu_kernel", capability, 40, 0, local),)
+            for capability in CAPABILITIES
+        ]
         monkeypatch.setattr(ahead_of_time, "compile_all", lambda *_, made=made, **__: iter(made))
         assert ahead_of_time.main(["--cache", str(tmp_path)]) == status
         out, err = capsys.readouterr()

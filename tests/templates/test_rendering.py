@@ -26,6 +26,7 @@ LINEAR = {
     "BLOCK_O": 32,
     "BLOCK_I": 128,
     "BLOCK_R": 16,
+    "pdl": False,
 }
 ODD = LINEAR | {"O": 19, "I": 45, "dtype": "float32", "unrounded": True}
 
@@ -65,9 +66,9 @@ def test_every_template_names_its_op_and_lists_its_holes() -> None:
     assert "linear" in template_names()
     for name in template_names():
         info = template_info(name)
-        assert info.op == name
-        assert {"dtype"} < info.holes.keys()
-        assert set(info.texts) == {f"{name}.py.jinja", "common/checks.py.jinja"}
+        assert info.ops
+        assert "pdl" in info.holes
+        assert set(info.texts) == {f"{name}.py.jinja", "common/launch.py.jinja"}
 
 
 def test_equal_holes_give_equal_text_whatever_their_order(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""Kernels: which template implements an op, and the specialised case of a call.
+
+`registry` holds the rules, the other modules one family of ops each, `catalog` what whole graphs
+need.
+"""
+
+from dflash_graph.kernels import attention, head, products, recurrence, rows, sampling, staging
+from dflash_graph.kernels.catalog import kernel_cases, node_case, shipped_cases
+from dflash_graph.kernels.registry import (
+    ROW_BUCKETS,
+    Choice,
+    Kernel,
+    KernelCase,
+    default_choice,
+    kernel_case,
+    kernel_ops,
+    row_bucket,
+)
+
+__all__ = [
+    "ROW_BUCKETS",
+    "Choice",
+    "Kernel",
+    "KernelCase",
+    "attention",
+    "default_choice",
+    "head",
+    "kernel_case",
+    "kernel_cases",
+    "kernel_ops",
+    "node_case",
+    "products",
+    "recurrence",
+    "row_bucket",
+    "rows",
+    "sampling",
+    "shipped_cases",
+    "staging",
+]

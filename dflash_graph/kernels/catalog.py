@@ -1,0 +1,58 @@
+"""The kernels that graphs need: of one node, of a pair's rounds, of the presets that ship."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
+from dflash_graph.graph import Graph, Node
+from dflash_graph.kernels.registry import Choice, KernelCase, kernel_case
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.round import declare_startup
+from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
+from dflash_graph.profiles import load_preset, preset_names
+
+
+def node_case(graph: Graph, node: Node, *, choice: Choice | None = None) -> KernelCase | None:
+    """The kernel of a node, or None where it has no template."""
+    return kernel_case(
+        node.op, graph.specs(node), node.attributes, choice=choice, model_dtype=graph.key.dtype
+    )
+
+
+def kernel_cases(
+    pair: ModelPair, *, draft_tokens: int = MAX_DRAFT_TOKENS, max_batch: int = MAX_BATCH
+) -> tuple[KernelCase, ...]:
+    """Every distinct kernel of a pair's rounds, in order of first use.
+
+    With the largest K and batch, the rounds' row counts meet every row bucket that any smaller
+    choice meets.
+    """
+    segments = declare_startup(
+        pair, "triton", draft_tokens=draft_tokens, max_batch=max_batch, prefill_chunk=1
+    )
+    graphs = (graph for group in segments.values() for graph in group)
+    return _distinct(
+        node_case(graph, node)
+        for graph in graphs
+        if graph.key.backend == "triton"
+        for node in graph.nodes
+    )
+
+
+def shipped_cases() -> tuple[KernelCase, ...]:
+    """Every distinct kernel of the presets that ship: bfloat16, and float32 for the demo pairs."""
+    return _distinct(case for pair in _shipped_pairs() for case in kernel_cases(pair))
+
+
+def _shipped_pairs() -> Iterator[ModelPair]:
+    for name in preset_names():
+        preset = load_preset(name)
+        target = target_geometry_from_config(preset["target"], f"{name}.target")
+        draft = draft_geometry_from_config(preset["draft"], f"{name}.draft")
+        for dtype in ("bfloat16", "float32") if name.startswith("demo") else ("bfloat16",):
+            yield ModelPair(target, draft, dtype=dtype)
+
+
+def _distinct(cases: Iterable[KernelCase | None]) -> tuple[KernelCase, ...]:
+    return tuple(dict.fromkeys(case for case in cases if case is not None))

@@ -1,0 +1,46 @@
+"""Kernels that work on one row, or one head of a row, at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from dflash_graph.kernels.registry import Choice, Kernel, register, row_choice
+
+register(
+    Kernel(
+        op="rms_norm",
+        holes=lambda n: {"H": n.H, "offset": n.offset},
+        choose=partial(row_choice, "BLOCK_H", "H"),
+        scalars=("eps",),
+    )
+)
+register(
+    Kernel(
+        op="swiglu",
+        holes=lambda n: {"F": n.ffn_width},
+        choose=lambda n, dtype: Choice({"BLOCK_F": 1024}, num_warps=4, num_stages=1),
+    )
+)
+register(
+    Kernel(
+        op="gated_norm",
+        holes=lambda n: {"HEADS": n.value_heads, "D": n.value_dim},
+        choose=partial(row_choice, "BLOCK_D", "value_dim"),
+        scalars=("eps",),
+    )
+)
+register(
+    Kernel(
+        op="head_norm_rope",
+        holes=lambda n: {
+            "query_parts": n.query_parts,
+            "Q_HEADS": n.q_heads,
+            "KV_HEADS": n.kv_heads,
+            "D": n.head_dim,
+            "R": n.rotary_half,
+            "offset": n.offset,
+        },
+        choose=partial(row_choice, "BLOCK_D", "head_dim"),
+        scalars=("eps",),
+    )
+)

@@ -1,0 +1,3 @@
+"""Kernels that choose tokens: the selector's walk, acceptance."""
+
+from __future__ import annotations

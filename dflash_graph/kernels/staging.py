@@ -1,0 +1,3 @@
+"""Kernels that move rows: embeddings, ids, rotary tables, hiddens, features, counts."""
+
+from __future__ import annotations
