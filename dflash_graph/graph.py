@@ -98,7 +98,7 @@ class Node:
 
     def updates(self) -> tuple[str, ...]:
         """Names of the state values that the call changes."""
-        names = []
+        names: list[str] = []
         for argument in self.contract.updated:
             given = self.inputs[argument]
             names.extend((given,) if isinstance(given, str) else given)
