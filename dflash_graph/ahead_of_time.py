@@ -9,21 +9,25 @@ and local memory of each, and fails if one spills. Needs triton, no GPU.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from dflash_graph.errors import DFlashGraphError, TemplateError
 from dflash_graph.kernels import KernelCase, shipped_cases
+from dflash_graph.rendering import cache_folder, render
 
 #: Compute capabilities that every kernel compiles for: A100, H100 and H200, RTX 50.
 CAPABILITIES: Final = (80, 90, 120)
@@ -65,34 +69,120 @@ def compile_case(
     Raises:
         TemplateError: a kernel does not compile there.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     module = case.module(cache_dir)
     found = []
-    for name, signature in module.KERNELS.items():
-        pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
-        source = ASTSource(
-            fn=getattr(module, name),
-            signature=signature,
-            constexprs={},
-            attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
-        )
-        options = {
-            **module.OPTIONS,
-            "num_warps": getattr(module, "WARPS", {}).get(name, case.num_warps),
-            "num_stages": case.num_stages,
-        }
-        target = GPUTarget("cuda", capability, 32)
-        try:
-            kernel = triton.compile(source, target=target, options=options)
-        except Exception as error:  # the compiler's errors have no common class
-            raise TemplateError(f"{case} {name} for sm_{capability}: {error}") from error
+    for name in module.KERNELS:
+        kernel = _compile(case, module, name, capability)
         registers, local = _usage(kernel.asm["cubin"])
         shared = kernel.metadata.shared
         found.append(Compiled(case, name, capability, registers, shared, local))
     return tuple(found)
+
+
+def _compile(case: KernelCase, module: ModuleType, name: str, capability: int) -> Any:
+    """Compile one kernel as a launch would, so that the launch finds it in triton's cache."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = module.KERNELS[name]
+    pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+    source = ASTSource(
+        fn=getattr(module, name),
+        signature=signature,
+        constexprs={},
+        attrs={(index,): [["tt.divisibility", 16]] for index in pointers},
+    )
+    fixed: Mapping[str, int] = getattr(module, "WARPS", {})
+    stages = 1 if name in fixed else case.num_stages
+    options = {
+        **module.OPTIONS,
+        "num_warps": fixed.get(name, case.num_warps),
+        "num_stages": stages,
+    }
+    try:
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as error:  # the compiler's errors have no common class
+        raise TemplateError(f"{case} {name} for sm_{capability}: {error}") from error
+
+
+def precompile(
+    cases: Sequence[KernelCase],
+    capability: int,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    jobs: int | None = None,
+) -> None:
+    """Fill triton's cache with the kernels of a start-up, several processes at a time.
+
+    What an earlier start-up has compiled with the same triton is skipped. A case that does not
+    compile here is left to its launch, which says why.
+
+    Args:
+        cases: distinct kernels.
+        capability: of the device.
+        progress: called with the cases done and their number.
+        jobs: processes; by default one for each usable processor.
+    """
+    import triton
+
+    folder = cache_folder()
+    stamp = f"sm_{capability} triton {triton.__version__}"
+    marks = {case: folder / f"{_mark(case, stamp)}.compiled" for case in cases}
+    missing = [case for case in cases if not marks[case].exists()]
+    jobs = min(jobs or _processors(), -(-len(missing) // 2))
+    if jobs < 2:
+        return
+    workers = []
+    for index in range(jobs):
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dflash_graph.ahead_of_time", "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert worker.stdin is not None
+        pickle.dump((missing[index::jobs], capability), worker.stdin)
+        worker.stdin.close()
+        workers.append(worker)
+    done = len(cases) - len(missing)
+    try:
+        for index, worker in enumerate(workers):
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                case = missing[index::jobs][int(line)]
+                marks[case].touch()
+                done += 1
+                if progress is not None:
+                    progress(done, len(cases))
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def _mark(case: KernelCase, stamp: str) -> str:
+    """A file name for a compiled case."""
+    source = render(case.template, dict(case.holes)).key
+    identity = f"{stamp} {source} {case.num_warps} {case.num_stages}"
+    return f"{case.template}_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def _work() -> None:
+    """Compile the cases on standard input; the index of each goes to standard output."""
+    cases, capability = pickle.load(sys.stdin.buffer)
+    for index, case in enumerate(cases):
+        try:
+            module = case.module()
+            for name in module.KERNELS:
+                _compile(case, module, name, capability)
+        except TemplateError:
+            continue
+        print(index, flush=True)
+
+
+def _processors() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return usable or 1
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -168,15 +258,18 @@ def _order(case: KernelCase) -> tuple[Any, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile what ships and print what it takes; the exit status."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(
         prog="python -m dflash_graph.ahead_of_time",
         description="Compile every kernel of the shipped presets ahead of time.",
     )
     parser.add_argument("--cache", help="folder of rendered kernels; default: the user's cache")
     parser.add_argument("--max-spill-bytes", type=int, default=0, help="of a thread; default 0")
-    parser.add_argument("--jobs", type=int, default=usable or 1, help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=_processors(), help="processes at a time")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.worker:
+        _work()
+        return 0
     cases = shipped_cases()
     total = len(cases) * len(CAPABILITIES)
     compiled: list[Compiled] = []

@@ -71,6 +71,10 @@ class TemplateError(DFlashGraphError):
     """
 
 
+class ProfileError(DFlashGraphError):
+    """A profile is damaged or of another format; the message says what was found."""
+
+
 class DeviceMemoryError(DFlashGraphError):
     """The device has less memory than the plan needs; the message holds the plan's numbers."""
 

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from dflash_graph.capture import capture
+from dflash_graph.choices import Choices
 from dflash_graph.errors import OptionError
 from dflash_graph.frame import Frame, FrameLayout, input_layout, output_layout
-from dflash_graph.graph import Backend, Graph
-from dflash_graph.lowering import eager, inductor
+from dflash_graph.graph import Graph
+from dflash_graph.lowering import eager, inductor, library, triton
+from dflash_graph.lowering.schedules import lowered
 from dflash_graph.lowering.segment import Probe, Segment
 from dflash_graph.op import dtype_of
 from dflash_graph.passes.check import check_segments
-from dflash_graph.passes.fuse import fuse
-from dflash_graph.passes.schedule import Schedule, schedule
+from dflash_graph.passes.schedule import Schedule
 from dflash_graph.planner import Plan, plan
 from dflash_graph.state import Capacities
 from dflash_graph.tensor import WeightUse
 
-_LOWERINGS: Mapping[Backend, Callable[[Schedule, Mapping[str, Tensor]], Segment]] = {
+#: How a bound schedule runs; ``library`` takes eager graphs, for prefill on a device.
+Lowering = Literal["eager", "inductor", "triton", "library"]
+_LOWERINGS: Mapping[str, Callable[[Schedule, Mapping[str, Tensor]], Segment]] = {
     "eager": eager.bind,
     "inductor": inductor.bind,
+    "library": library.bind,
+    "triton": triton.bind,
 }
 
 
@@ -49,12 +56,20 @@ class Compiled:
         return tuple(schedule.graph for schedule in self.schedules)
 
 
-def compile_segments(segments: Sequence[Graph], capacities: Capacities) -> Compiled:
-    """Check, schedule, fuse and plan segments that run one after another. Needs no device and no
-    weights.
+def compile_segments(
+    segments: Sequence[Graph], capacities: Capacities, choices: Choices | None = None
+) -> Compiled:
+    """Check, combine, schedule, fuse and plan segments that run one after another. Needs no device
+    and no weights.
+
+    Args:
+        segments: graphs in running order.
+        capacities: numbers of capacity names.
+        choices: of the device that kernels are for.
     """
     check_segments(segments)
-    schedules = tuple(fuse(schedule(graph)) for graph in segments)
+    schedules = tuple(lowered(graph, choices) for graph in segments)
+    check_segments([schedule.graph for schedule in schedules])
     bindings = capacities.bindings()
     return Compiled(
         schedules,
@@ -82,7 +97,7 @@ class Executor:
         arena: Tensor,
         weights: Mapping[WeightUse, Tensor],
         state: Mapping[str, Tensor],
-        backend: Backend,
+        backend: Lowering,
     ) -> None:
         if backend not in _LOWERINGS:
             raise OptionError(f"lowering: expected one of {sorted(_LOWERINGS)}, got {backend!r}")
@@ -90,6 +105,8 @@ class Executor:
         self.arena = arena
         self.inputs = Frame(compiled.inputs, arena.device)
         self.outputs = Frame(compiled.outputs, arena.device)
+        #: The input frame of each segment; later ones may be filled while the first is copied.
+        self.frames = (self.inputs, *(self.inputs.twin() for _ in compiled.graphs[1:]))
         self.tensors: dict[str, Tensor] = {}
         offsets = compiled.plan.offsets()
         for graph in compiled.graphs:
@@ -101,19 +118,64 @@ class Executor:
                 elif value.role == "state":
                     self.tensors[value.name] = state[value.name]
                 elif value.role == "input":
-                    self.tensors[value.name] = self.inputs[value.name]
+                    self.tensors[value.name] = self.inputs.bound(value.name)
                 elif value.role == "output":
-                    self.tensors[value.name] = self.outputs[value.name]
+                    self.tensors[value.name] = self.outputs.bound(value.name)
                 elif value.name in offsets:
                     offset, nbytes = offsets[value.name], value.spec.nbytes()
                     view = arena[offset : offset + nbytes].view(dtype_of(value.spec.dtype))
                     self.tensors[value.name] = view.view(value.spec.bind({}))
+        for schedule in compiled.schedules:
+            for index, nbytes in enumerate(schedule.workspace):
+                name = schedule.workspace_name(index)
+                if nbytes:
+                    self.tensors[name] = arena[offsets[name] : offsets[name] + nbytes]
         bind = _LOWERINGS[backend]
         self.segments = tuple(bind(schedule, self.tensors) for schedule in compiled.schedules)
+        self._returns = tuple(bool(graph.by_role("output")) for graph in compiled.graphs)
+        self._captured: tuple[torch.cuda.CUDAGraph, ...] = ()
 
     def run(self, index: int = 0, probe: Probe | None = None) -> None:
-        """Run one segment over what the input frame holds."""
+        """Run one segment over what its input frame holds; its results are in the result frame.
+
+        With a probe the launches run one by one, also where the segment is captured.
+        """
+        if probe is None:
+            self.run_queued(index)
+        else:
+            self._launch(index, probe)
+        if self._returns[index] and self.arena.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def run_queued(self, index: int = 0) -> None:
+        """Queue one segment on the current stream and wait for nothing."""
+        if self._captured:
+            self._captured[index].replay()
+        else:
+            self._launch(index)
+
+    @torch.no_grad()
+    def capture(self, stream: torch.cuda.Stream) -> None:
+        """Make each segment one CUDA Graph: the frame's copy, its launches, the results' copy.
+
+        Raises:
+            PlanError: a launch allocated memory.
+        """
+        self._captured = tuple(
+            capture(partial(self._launch, index), stream, str(graph.key))
+            for index, graph in enumerate(self.compiled.graphs)
+        )
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether segments are replayed as CUDA Graphs."""
+        return bool(self._captured)
+
+    def _launch(self, index: int, probe: Probe | None = None) -> None:
+        self.frames[index].upload()
         self.segments[index].run(probe)
+        if self._returns[index]:
+            self.outputs.download()
 
     def poison(self) -> None:
         """Fill the arena with bytes that read as NaN, and as impossible integers."""
@@ -161,9 +223,12 @@ class RoundExecutor(Executor):
             published: `[B, W]` outputs that enter the token counts, for a sampling round; those
                 that the round returned if None.
         """
-        self.inputs.fill(committed=committed)
-        if "published" in self.inputs:
-            self.inputs.fill(
+        frame = self.frames[1]
+        if frame is not self.inputs:
+            frame.host.copy_(self.inputs.host)
+        frame.fill(committed=committed)
+        if "published" in frame:
+            frame.fill(
                 published=self.outputs[f"{self.law}.outputs"] if published is None else published
             )
         self.run(1, probe)

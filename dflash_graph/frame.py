@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,32 +52,63 @@ def layout(values: Sequence[Value], capacities: Mapping[str, int]) -> FrameLayou
 
 
 class Frame:
-    """A buffer with named views.
+    """A buffer with named fields: one side that the host fills and reads, one that segments see.
+
+    On the CPU both are the same memory. On a device the host's side is pinned, and a whole frame
+    crosses in one copy: `upload` before a segment, `download` after it.
 
     Args:
         fields: layout of the buffer.
-        device: where it lives.
+        device: where segments run.
     """
 
     def __init__(self, fields: FrameLayout, device: str | torch.device = "cpu") -> None:
         self.layout = fields
         self.buffer = torch.zeros(fields.words, dtype=torch.int32, device=device)
-        self._views: dict[str, Tensor] = {}
-        for name, (offset, shape, dtype) in fields.fields.items():
-            count = 1
-            for axis in shape:
-                count *= axis
-            words = self.buffer[offset : offset + count]
-            self._views[name] = words.view(dtype_of(dtype)).view(shape)
+        self._attach()
+
+    def _attach(self) -> None:
+        self.host = self.buffer
+        if self.buffer.is_cuda:
+            self.host = torch.zeros(self.layout.words, dtype=torch.int32, pin_memory=True)
+        self._views = self._cut(self.host)
+        self._arrays = {name: view.numpy() for name, view in self._views.items()}
+        self._bound = self._cut(self.buffer)
+
+    def _cut(self, buffer: Tensor) -> dict[str, Tensor]:
+        views = {}
+        for name, (offset, shape, dtype) in self.layout.fields.items():
+            words = buffer[offset : offset + prod(shape)]
+            views[name] = words.view(dtype_of(dtype)).view(shape)
+        return views
+
+    def twin(self) -> Frame:
+        """A frame with a host side of its own over the same buffer, so that the host can fill one
+        while the copy of the other is under way; this frame itself on the CPU.
+        """
+        if self.host is self.buffer:
+            return self
+        made = Frame.__new__(Frame)
+        made.layout, made.buffer = self.layout, self.buffer
+        made._attach()
+        return made
 
     def __getitem__(self, name: str) -> Tensor:
-        try:
-            return self._views[name]
-        except KeyError:
-            raise ShapeError(f"frame has no field {name!r}; it has {sorted(self._views)}") from None
+        """A field on the host's side."""
+        return self._field(self._views, name)
+
+    def bound(self, name: str) -> Tensor:
+        """A field as segments see it."""
+        return self._field(self._bound, name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._views
+
+    def _field(self, views: Mapping[str, Tensor], name: str) -> Tensor:
+        try:
+            return views[name]
+        except KeyError:
+            raise ShapeError(f"frame has no field {name!r}; it has {sorted(views)}") from None
 
     def fill(self, **fields: Any) -> None:
         """Set fields from nested lists, tensors or one number; shapes must agree.
@@ -85,12 +118,33 @@ class Frame:
         """
         for name, given in fields.items():
             view = self[name]
-            value = given if isinstance(given, Tensor) else torch.tensor(given, dtype=view.dtype)
-            if value.dim() and value.shape != view.shape:
+            if isinstance(given, Tensor):
+                shape = tuple(given.shape)
+            else:
+                given = np.asarray(given)
+                shape = given.shape
+            if shape and shape != tuple(view.shape):
                 raise ShapeError(
-                    f"frame.{name}: expected shape {list(view.shape)}, got {list(value.shape)}"
+                    f"frame.{name}: expected shape {list(view.shape)}, got {list(shape)}"
                 )
-            view.copy_(value)
+            if isinstance(given, Tensor):
+                view.copy_(given)
+            else:
+                self._arrays[name][...] = given
+
+    def clear(self) -> None:
+        """Zero every field."""
+        self.host.zero_()
+
+    def upload(self) -> None:
+        """Queue the copy from the host's side."""
+        if self.host is not self.buffer:
+            self.buffer.copy_(self.host, non_blocking=True)
+
+    def download(self) -> None:
+        """Queue the copy to the host's side; it is there once the stream has come so far."""
+        if self.host is not self.buffer:
+            self.host.copy_(self.buffer, non_blocking=True)
 
 
 def input_layout(graphs: Sequence[Graph], capacities: Mapping[str, int]) -> FrameLayout:

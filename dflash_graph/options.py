@@ -89,7 +89,7 @@ class EngineOptions(_Options):
         max_batch: B, the most requests in a round, 1..8; each exact batch has its executor.
         device: ``"cuda"`` or ``"cpu"``; None: CUDA where torch sees one.
         dtype: of weights and activations; None: bfloat16 on CUDA, float32 on the CPU.
-        lowering: how nodes run; None: inductor. No node has a Triton kernel yet.
+        lowering: how nodes run; None: triton on CUDA, inductor on the CPU.
         max_context: tokens a request may hold, prompt and output together.
         prefill_chunk: prompt tokens of one prefill pass.
         proposal_head: path of an indexed head (a subset of head rows), or None for all rows.
@@ -162,7 +162,7 @@ class EngineOptions(_Options):
             OptionError: `lowering="triton"` on the CPU.
         """
         device = self.device or _default_device()
-        lowering = self.lowering or "inductor"
+        lowering = self.lowering or ("triton" if device == "cuda" else "inductor")
         if device == "cpu" and lowering == "triton":
             raise OptionError(
                 "EngineOptions.lowering: expected 'eager' or 'inductor' (device 'cpu'), "

@@ -175,6 +175,10 @@ def plan(schedules: Sequence[Schedule]) -> Plan:
             if name in lives and lives[name][0] < base and (readers := schedule.readers(name)):
                 lives[name] = (lives[name][0], base + readers[-1])
         _share_in_place(schedule, base, lives, sizes, owners)
+        for index, nbytes in enumerate(schedule.workspace):
+            if nbytes:
+                name = schedule.workspace_name(index)
+                lives[name], sizes[name] = (base + index, base + index), nbytes
     groups: dict[str, list[str]] = {}
     for name in lives:
         groups.setdefault(_owner(owners, name), []).append(name)

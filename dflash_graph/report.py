@@ -13,14 +13,14 @@ from typing import Any, Final
 from dflash_graph.frame import input_layout, output_layout
 from dflash_graph.geometry import TargetGeometry
 from dflash_graph.graph import Backend, Graph
+from dflash_graph.lowering.schedules import lowered
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.qwen3_5 import record_specs
 from dflash_graph.models.round import (
     declare_startup,
     declare_state,
 )
-from dflash_graph.passes.fuse import fuse
-from dflash_graph.passes.schedule import schedule
+from dflash_graph.passes.combine import combine
 from dflash_graph.planner import Plan, plan
 from dflash_graph.state import Capacities, StatePlan, plan_state
 from dflash_graph.tensor import WeightUse
@@ -257,7 +257,7 @@ def plan_memory(
         weights=weight_bytes(
             value.weight
             for graphs in segments.values()
-            for graph in graphs
+            for graph in map(combine, graphs)
             for value in graph.by_role("weight")
             if value.weight is not None
         ),
@@ -329,7 +329,7 @@ def memory_text(report: MemoryReport) -> str:
 def _executor_memory(name: str, graphs: Sequence[Graph], capacities: Capacities) -> ExecutorMemory:
     numbers = capacities.bindings()
     frames = input_layout(graphs, numbers).nbytes, output_layout(graphs, numbers).nbytes
-    return ExecutorMemory(name, plan([fuse(schedule(graph)) for graph in graphs]), frames)
+    return ExecutorMemory(name, plan([lowered(graph) for graph in graphs]), frames)
 
 
 def _chain(values: Sequence[str]) -> str:

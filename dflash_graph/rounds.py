@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dflash_graph.ahead_of_time import precompile
 from dflash_graph.checkpoint import Checkpoint, draft_layout, target_layout
+from dflash_graph.choices import Choices, choices_for
 from dflash_graph.errors import DeviceMemoryError, OptionError
 from dflash_graph.executors import (
     Compiled,
     Executor,
+    Lowering,
     RoundExecutor,
     compile_segments,
     new_arena,
@@ -32,6 +37,7 @@ from dflash_graph.geometry import (
     read_target_geometry,
 )
 from dflash_graph.graph import Backend, Graph
+from dflash_graph.kernels import node_case
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import (
     declare_first_token,
@@ -41,9 +47,10 @@ from dflash_graph.models.round import (
     declare_state,
 )
 from dflash_graph.options import EngineOptions
+from dflash_graph.passes.combine import combine
 from dflash_graph.state import Capacities, StatePools, plan_state
 from dflash_graph.tensor import WeightUse
-from dflash_graph.weights import WeightStore
+from dflash_graph.weights import WeightStore, random_weights
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +117,8 @@ class Model:
             draft_causality=options.draft_causality,
         )
         _log_causality(pair)
-        uses = weight_uses(pair)
+        assert options.lowering is not None
+        uses = weight_uses(pair, options.lowering)
         checkpoints = {"target": Checkpoint.open(target_dir, target_layout(target))}
         if draft_dir is not None and pair.draft is not None:
             checkpoints["draft"] = Checkpoint.open(draft_dir, draft_layout(pair.draft))
@@ -119,15 +127,33 @@ class Model:
         store = {use: weights[use] for use in weights}
         return cls(pair, store, read_generation_config(target_dir))
 
+    @classmethod
+    def random(cls, pair: ModelPair, options: EngineOptions, *, seed: int = 0) -> Model:
+        """A pair with random weights of sensible scale, for benchmarks of any geometry.
 
-def weight_uses(pair: ModelPair) -> tuple[WeightUse, ...]:
-    """Every weight use of a pair's graphs; they do not depend on batch, chunk or backend."""
+        Args:
+            pair: geometry; its dtype is the options'.
+            options: startup choices.
+            seed: of the weights.
+        """
+        options = options.resolved()
+        assert options.device is not None and options.lowering is not None
+        store = random_weights(weight_uses(pair, options.lowering), seed, options.device)
+        return cls(pair, {use: store[use] for use in store})
+
+
+def weight_uses(pair: ModelPair, backend: Backend = "eager") -> tuple[WeightUse, ...]:
+    """Every weight use of a pair's graphs; they do not depend on batch or chunk.
+
+    Kernels may read weights stacked that references read one by one: both are then uses.
+    """
     tokens = 1 if pair.draft else 0
     graphs: list[Graph] = [
-        *declare_round(pair, "eager", draft_tokens=tokens, batch=1, sampling=True).segments,
+        *declare_round(pair, backend, draft_tokens=tokens, batch=1, sampling=True).segments,
         declare_prefill(pair, "eager", tokens=1),
         declare_first_token(pair, "eager"),
     ]
+    graphs = [combine(graph) for graph in graphs]
     uses = {value.weight: None for graph in graphs for value in graph.by_role("weight")}
     return tuple(use for use in uses if use is not None)
 
@@ -159,6 +185,8 @@ class Rounds(Mapping[int, RoundExecutor]):
         self.draft_tokens = options.draft_tokens if model.pair.draft is not None else 0
         self.columns = self.draft_tokens + 1
         self.capacities = Capacities(options.max_batch, options.max_context)
+        #: What kernels are chosen by; None where templates' defaults stand.
+        self.choices = _device_choices() if options.device == "cuda" else None
         pair = model.pair
         segments = declare_startup(
             pair,
@@ -170,26 +198,45 @@ class Rounds(Mapping[int, RoundExecutor]):
         compiled: dict[str, Compiled] = {}
         for done, (name, graphs) in enumerate(segments.items()):
             _report(progress, "graphs", done, len(segments))
-            compiled[name] = compile_segments(graphs, self.capacities)
+            compiled[name] = compile_segments(graphs, self.capacities, self.choices)
         _report(progress, "graphs", len(segments), len(segments))
         self.plans = tuple(c.plan for c in compiled.values())
         self.state_plan = plan_state(declare_state(pair, self.columns), self.capacities)
         self._check_memory(options.device)
-        self.arena = new_arena(self.plans, options.device)
-        self.state = StatePools(self.state_plan, options.device)
+        #: Seconds of each stage of this start-up.
+        self.startup: dict[str, float] = {}
+        #: Device memory that captured graphs take.
+        self.graph_bytes = 0
+        if self.backend == "triton":
+            with self._timed("compile"):
+                self._compile_kernels(compiled.values(), progress)
+        with self._timed("pools"):
+            self.arena = new_arena(self.plans, options.device)
+            self.state = StatePools(self.state_plan, options.device)
         batches = range(1, options.max_batch + 1)
-        self._greedy = {batch: self._round(compiled[f"round B={batch}"]) for batch in batches}
-        self.sampling: Mapping[int, RoundExecutor] = {
-            batch: self._round(compiled[f"sampling B={batch}"]) for batch in batches
-        }
-        self._chunks: dict[tuple[int, bool], Executor] = {}
-        #: Choose a request's first token: greedily, and from any law.
-        self.first_token = self._bind(compiled["first token"])
-        self.first_sampled = self._bind(compiled["sampled first token"])
-        #: Materializes one request's pending features; None without a draft.
-        self.catch_up = self._bind(compiled["catch-up"]) if self.draft_tokens else None
-        if self.backend == "inductor":
-            self._warm_up(progress)
+        with self._timed("bind"):
+            self._greedy = {batch: self._round(compiled[f"round B={batch}"]) for batch in batches}
+            self.sampling: Mapping[int, RoundExecutor] = {
+                batch: self._round(compiled[f"sampling B={batch}"]) for batch in batches
+            }
+            self._chunks: dict[tuple[int, bool], Executor] = {}
+            #: Choose a request's first token: greedily, and from any law.
+            self.first_token = self._small(compiled["first token"])
+            self.first_sampled = self._small(compiled["sampled first token"])
+            #: Materializes one request's pending features; None without a draft.
+            self.catch_up = self._small(compiled["catch-up"]) if self.draft_tokens else None
+        if self.backend != "eager":
+            with self._timed("warm-up"):
+                self._warm_up(progress)
+        if self.backend == "triton" and options.device == "cuda" and options.cuda_graphs:
+            with self._timed("capture"):
+                self._capture(progress)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.startup[stage] = time.perf_counter() - start
 
     def __getitem__(self, batch: int) -> RoundExecutor:
         if batch not in self._greedy:
@@ -211,12 +258,17 @@ class Rounds(Mapping[int, RoundExecutor]):
 
     def prefill(self, live: int, *, embeddings: bool = False) -> Executor:
         """The executor of the chunk for `live` tokens, 1..prefill_chunk; with `embeddings` the one
-        whose frame can replace token embeddings. Prefill always runs the references.
+        whose frame can replace token embeddings. Prefill runs the references, on a device library
+        calls in their place.
         """
         key = (self.chunk_tokens(live), embeddings)
         if key not in self._chunks:
             graph = declare_prefill(self.model.pair, "eager", tokens=key[0], embeddings=embeddings)
-            self._chunks[key] = self._bind(compile_segments([graph], self.capacities))
+            compiled = compile_segments([graph], self.capacities)
+            lowering: Lowering = "eager"
+            if self.options.device == "cuda" and self.backend != "eager":
+                lowering = "library"
+            self._chunks[key] = self._bind(compiled, lowering)
         return self._chunks[key]
 
     def _round(self, compiled: Compiled) -> RoundExecutor:
@@ -224,25 +276,62 @@ class Rounds(Mapping[int, RoundExecutor]):
             compiled, self.arena, self.model.weights, self.state.tensors, self.backend
         )
 
-    def _bind(self, compiled: Compiled) -> Executor:
-        return Executor(compiled, self.arena, self.model.weights, self.state.tensors, "eager")
+    def _small(self, compiled: Compiled) -> Executor:
+        """An executor of what is no round but as small; only kernels pay for it."""
+        return self._bind(compiled, "triton" if self.backend == "triton" else "eager")
+
+    def _bind(self, compiled: Compiled, lowering: Lowering) -> Executor:
+        return Executor(compiled, self.arena, self.model.weights, self.state.tensors, lowering)
+
+    def _compile_kernels(self, compiled: Iterable[Compiled], progress: Progress | None) -> None:
+        """Compile what is not cached yet, several kernels at a time."""
+        graphs = [graph for entry in compiled for graph in entry.graphs]
+        cases = [
+            node_case(graph, node, self.choices)
+            for graph in graphs
+            if graph.key.backend == "triton"
+            for node in graph.nodes
+        ]
+        distinct = list(dict.fromkeys(case for case in cases if case is not None))
+        if self.options.device == "cuda":
+            major, minor = torch.cuda.get_device_capability()
+            precompile(distinct, 10 * major + minor, progress and _named(progress, "compile"))
 
     def _warm_up(self, progress: Progress | None) -> None:
-        """Run every executor once, so that nothing is compiled inside a request; state is cleared
-        after.
+        """Run every executor once, so that nothing is compiled or loaded inside a request; state
+        is cleared after.
         """
         executors = (*self._greedy.values(), *self.sampling.values())
         for done, executor in enumerate(executors):
-            _report(progress, "compile", done, len(executors))
+            _report(progress, "warm up", done, len(executors))
             batch = executor.batch
             executor.inputs.fill(slots=list(range(batch)), live_columns=1)
-            table = executor.inputs["page_table"]
-            table[:, 0] = torch.arange(batch, dtype=table.dtype)
+            executor.inputs["page_table"][:, 0] = torch.arange(batch, dtype=torch.int32)
             executor.forward({})
             executor.finish([1] * batch)
-            executor.inputs.buffer.zero_()
+            _settle(self.options.device)
+            executor.inputs.clear()
+        if self.backend == "triton":
+            for small in (self.first_token, self.first_sampled, self.catch_up):
+                if small is not None:
+                    small.run()
+                    _settle(self.options.device)
         self.state.storage.zero_()
-        _report(progress, "compile", len(executors), len(executors))
+        _report(progress, "warm up", len(executors), len(executors))
+
+    def _capture(self, progress: Progress | None) -> None:
+        """One pair of CUDA Graphs for each exact batch."""
+        small = [e for e in (self.first_token, self.first_sampled, self.catch_up) if e is not None]
+        executors = (*self._greedy.values(), *self.sampling.values(), *small)
+        stream = torch.cuda.Stream()
+        _settle(self.options.device)
+        before, _ = torch.cuda.mem_get_info()
+        for done, executor in enumerate(executors):
+            _report(progress, "capture", done, len(executors))
+            executor.capture(stream)
+        _settle(self.options.device)
+        self.graph_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+        _report(progress, "capture", len(executors), len(executors))
 
     def _check_memory(self, device: str) -> None:
         arena = max(plan.arena_bytes for plan in self.plans)
@@ -305,6 +394,17 @@ def _available_bytes(device: str) -> int:
         free, _ = torch.cuda.mem_get_info()
         return int(free)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _device_choices() -> Choices:
+    major, minor = torch.cuda.get_device_capability()
+    return choices_for(torch.cuda.get_device_name(), 10 * major + minor)
+
+
+def _settle(device: str | None) -> None:
+    """Wait for what was queued."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _named(progress: Progress, stage: str) -> Callable[[int, int], None]:

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dflash_graph.contexts import Checkpoint, Coverage, PrefixCache, coverage_of
 from dflash_graph.errors import DFlashGraphError, NonFiniteLogitsError, RequestError
 from dflash_graph.executors import Executor, RoundExecutor
 from dflash_graph.models.pair import PAGE_SIZE
 from dflash_graph.request import Event, Request
 from dflash_graph.rounds import Rounds
-from dflash_graph.state import FreeList, table_row
+from dflash_graph.state import FreeList
 from dflash_graph.statistics import FinishReason, RoundRecord, Statistics
 
 
@@ -128,7 +130,7 @@ class Scheduler:
             "ids": [[*tokens, *[0] * (physical - len(tokens))]],
             "positions": [[positions]] * 3,
             "slots": [request.slot],
-            "page_table": [self._table(request)],
+            "page_table": self._tables([request]),
             "frontier": [start],
             "live_columns": [len(tokens)],
         }
@@ -223,35 +225,37 @@ class Scheduler:
         self, executor: RoundExecutor, batch: list[Request], live_drafts: list[int]
     ) -> dict[str, Any]:
         """Input frame of a round, and the pages its columns may be written to."""
-        columns = self.rounds.columns
         for request, live in zip(batch, live_drafts, strict=True):
             self._reserve(request, request.frontier + live + 1)
-        ahead = [[r.frontier + i for i in range(columns)] for r in batch]
-        rotary = [[r.frontier + r.rope_delta + i for i in range(columns)] for r in batch]
+        columns = np.arange(self.rounds.columns, dtype=np.int32)
+        frontier = np.array([r.frontier for r in batch], dtype=np.int32)
+        ahead = frontier[:, None] + columns
+        rotary = ahead + np.array([r.rope_delta for r in batch], dtype=np.int32)[:, None]
+        live_columns = np.array(live_drafts, dtype=np.int32) + 1
         fields: dict[str, Any] = {
             "slots": [r.slot for r in batch],
-            "page_table": [self._table(r) for r in batch],
+            "page_table": self._tables(batch),
             "anchor": [r.anchor for r in batch],
-            "frontier": [r.frontier for r in batch],
+            "frontier": frontier,
             "live_drafts": live_drafts,
-            "live_columns": [live + 1 for live in live_drafts],
-            "positions": [rotary] * 3,
-            **_law_fields(batch),
+            "live_columns": live_columns,
+            "positions": np.broadcast_to(rotary, (3, *rotary.shape)),
         }
         draft = self.rounds.model.pair.draft
-        if draft is not None:
+        if draft is not None and "context_frontier" in executor.inputs:
+            behind = np.array([r.context_frontier for r in batch], dtype=np.int32)
             # DFlash attends over its live columns, DFlash2 over all W (spec section 1).
             whole = draft.kind == "dflash2"
             fields |= {
-                "context_frontier": [r.context_frontier for r in batch],
+                "context_frontier": behind,
                 "pending": [r.pending for r in batch],
-                "context_positions": [
-                    [[r.context_frontier + i for i in range(columns)] for r in batch]
-                ],
-                "draft_positions": [ahead],
-                "draft_columns": [columns if whole else live + 1 for live in live_drafts],
+                "context_positions": (behind[:, None] + columns)[None],
+                "draft_positions": ahead[None],
+                "draft_columns": len(columns) if whole else live_columns,
             }
-        return {name: value for name, value in fields.items() if name in executor.inputs}
+        if "temperature" in executor.inputs:
+            fields |= _law_fields(batch)
+        return fields
 
     def _live_drafts(self, request: Request) -> int:
         """P: no more drafts than the budget can use; the budget never exceeds the capacity."""
@@ -348,7 +352,7 @@ class Scheduler:
         behind = range(request.context_frontier, request.context_frontier + self.rounds.columns)
         fields: dict[str, Any] = {
             "slots": [request.slot],
-            "page_table": [self._table(request)],
+            "page_table": self._tables([request]),
             "context_positions": [[list(behind)]],
             "context_frontier": [request.context_frontier],
             "pending": [request.pending],
@@ -386,8 +390,13 @@ class Scheduler:
         while len(request.pages) * PAGE_SIZE < positions:
             request.pages.append(self.pages.take())
 
-    def _table(self, request: Request) -> list[int]:
-        return table_row(request.pages, self.rounds.capacities)
+    def _tables(self, batch: Sequence[Request]) -> np.ndarray:
+        """Page tables `[B, M]`, padded with -1."""
+        capacity = self.rounds.capacities.request_pages
+        tables = np.full((len(batch), capacity), -1, dtype=np.int32)
+        for row, request in zip(tables, batch, strict=True):
+            row[: len(request.pages)] = request.pages
+        return tables
 
 
 def _non_finite(request: Request) -> Choice:

@@ -241,8 +241,3 @@ class FreeList:
             f"{self._what} {index} is not taken"
         )
         self._free.add(index)
-
-
-def table_row(pages: list[int], capacities: Capacities) -> list[int]:
-    """A request's page table, padded with -1."""
-    return pages + [-1] * (capacities.request_pages - len(pages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -141,9 +142,10 @@ def require_built(options: EngineOptions) -> None:
     """Refuse startup choices that this release does not have; raises OptionError."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise OptionError("device: expected 'cpu' (torch sees no CUDA device), got 'cuda'")
-    if options.lowering == "triton":
+    if options.lowering == "triton" and importlib.util.find_spec("triton") is None:
         raise OptionError(
-            "lowering: expected 'eager' or 'inductor' (no Triton kernels yet), got 'triton'"
+            "lowering: expected 'eager' or 'inductor' (triton is not installed: "
+            "pip install 'dflash-graph[cuda]'), got 'triton'"
         )
     for name in ("proposal_head", "draft_tree"):
         if getattr(options, name) is not None:

@@ -23,6 +23,7 @@ LEVELS = (
     {"ops"},
     {"graph"},
     {"models"},
+    {"choices"},
     {"passes"},
     {"planner", "export", "rendering", "profile", "profile_store"},
     {"kernels"},

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dflash_graph.cli import demo, doctor, generate, graph, plan
+from dflash_graph.cli import bench, demo, doctor, generate, graph, plan
 from dflash_graph.cli.output import INTERRUPTED, print_error
 from dflash_graph.errors import DFlashGraphError
 
@@ -48,7 +48,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"\b\nExamples:\n  {PROGRAM} demo\n  {PROGRAM} generate --help",
 )
-for _module in (demo, generate, graph, plan, doctor):
+for _module in (demo, generate, bench, graph, plan, doctor):
     app.command(_module.NAME, short_help=_module.SHORT, epilog=_module.EPILOG)(_module.command)
 
 

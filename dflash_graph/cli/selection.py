@@ -21,6 +21,7 @@ class Lowering(StrEnum):
 
     eager = "eager"
     inductor = "inductor"
+    triton = "triton"
 
 
 class Dtype(StrEnum):

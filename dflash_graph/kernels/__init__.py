@@ -4,11 +4,20 @@
 need.
 """
 
-from dflash_graph.kernels import attention, head, products, recurrence, rows, sampling, staging
+from dflash_graph.choices import Choice
+from dflash_graph.kernels import (
+    attention,
+    head,
+    products,
+    recurrence,
+    rows,
+    sampling,
+    selector,
+    staging,
+)
 from dflash_graph.kernels.catalog import kernel_cases, node_case, shipped_cases
 from dflash_graph.kernels.registry import (
     ROW_BUCKETS,
-    Choice,
     Kernel,
     KernelCase,
     default_choice,
@@ -34,6 +43,7 @@ __all__ = [
     "row_bucket",
     "rows",
     "sampling",
+    "selector",
     "shipped_cases",
     "staging",
 ]

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from dflash_graph.choices import Choices
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.graph import Graph, Node
-from dflash_graph.kernels.registry import Choice, KernelCase, kernel_case
+from dflash_graph.kernels.registry import KernelCase, kernel_case
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_startup
 from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
+from dflash_graph.passes.combine import combine
 from dflash_graph.profiles import load_preset, preset_names
 
 
-def node_case(graph: Graph, node: Node, *, choice: Choice | None = None) -> KernelCase | None:
+def node_case(graph: Graph, node: Node, choices: Choices | None = None) -> KernelCase | None:
     """The kernel of a node, or None where it has no template."""
     return kernel_case(
-        node.op, graph.specs(node), node.attributes, choice=choice, model_dtype=graph.key.dtype
+        node.op, graph.specs(node), node.attributes, choices=choices, model_dtype=graph.key.dtype
     )
 
 
 def kernel_cases(
-    pair: ModelPair, *, draft_tokens: int = MAX_DRAFT_TOKENS, max_batch: int = MAX_BATCH
+    pair: ModelPair,
+    choices: Choices | None = None,
+    *,
+    draft_tokens: int = MAX_DRAFT_TOKENS,
+    max_batch: int = MAX_BATCH,
 ) -> tuple[KernelCase, ...]:
     """Every distinct kernel of a pair's rounds, in order of first use.
 
@@ -33,16 +39,20 @@ def kernel_cases(
     )
     graphs = (graph for group in segments.values() for graph in group)
     return _distinct(
-        node_case(graph, node)
+        node_case(graph, node, choices)
         for graph in graphs
         if graph.key.backend == "triton"
-        for node in graph.nodes
+        for node in combine(graph).nodes
     )
 
 
-def shipped_cases() -> tuple[KernelCase, ...]:
-    """Every distinct kernel of the presets that ship: bfloat16, and float32 for the demo pairs."""
-    return _distinct(case for pair in _shipped_pairs() for case in kernel_cases(pair))
+def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
+    """Every distinct kernel of the presets that ship: bfloat16, and float32 for the demo pairs.
+
+    Args:
+        choices: of one device; the templates' defaults if None.
+    """
+    return _distinct(case for pair in _shipped_pairs() for case in kernel_cases(pair, choices))
 
 
 def _shipped_pairs() -> Iterator[ModelPair]:

@@ -1,47 +1,183 @@
-"""Kernels of products of rows with a weight."""
+"""Kernels of products of rows with a weight, alone and with what stands before and after them.
+
+A choice fixes BLOCK_O, BLOCK_I, SPLIT and the number of warps for a weight: they order its sums.
+Stages and the row tile follow the number of rows: they overlap loads and leave sums alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from dflash_graph.choices import Choice
 from dflash_graph.kernels.registry import (
     SHARED_BUDGET,
-    Choice,
     Kernel,
     power_of_two,
     register,
     row_bucket,
 )
 from dflash_graph.op import Sizes
+from dflash_graph.rendering import HoleValue
+
+#: Programs that keep a large device's memory busy: a few for each multiprocessor.
+_PROGRAMS = 256
 
 
-def _linear_choice(n: Sizes, dtype: str) -> Choice:
+def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: bool) -> Choice:
     """Enough programs to fill a device, and tens of kilobytes in flight for each.
 
-    64 features are the M of a warp group's instruction on Hopper; narrow products take less, so
-    that more programs share them. float32 has no tensor cores and takes small tiles, since the
-    operands of a step stand in registers. Stages are what may depend on the rows: they overlap
-    loads and leave the order of the sum alone.
+    64 features are the M of a warp group's instruction on Hopper. A product with few features is
+    cut along its inputs where a second launch follows anyway, else into narrower tiles. float32 has
+    no tensor cores and takes small tiles, since the operands of a step stand in registers.
+
+    Args:
+        outputs, inputs: of the weight.
+        rows: of the round.
+        dtype: the model dtype.
+        splits: sums of parts can be added by a later launch.
     """
     if dtype == "float32":
-        return Choice({"BLOCK_O": 32, "BLOCK_I": 32}, num_warps=4, num_stages=3)
-    block_o = 64 if n.O >= 64 * 128 else 32 if n.O >= 32 * 128 else 16
-    block_i = min(power_of_two(n.I), 128)
-    step = 2 * (block_o + row_bucket(n.B * n.W)) * block_i  # bytes
-    steps = -(-n.I // block_i)
-    num_stages = min(4, steps, max(2, 1 + SHARED_BUDGET // step))
-    return Choice({"BLOCK_O": block_o, "BLOCK_I": block_i}, num_warps=4, num_stages=num_stages)
+        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, "PREFETCH": 0}
+        return Choice(tiles, num_warps=4, num_stages=3)
+    block_o = 64
+    if not splits:
+        block_o = 64 if outputs >= 64 * 128 else 32 if outputs >= 32 * 128 else 16
+    block_i = min(power_of_two(inputs), 128)
+    steps = -(-inputs // block_i)
+    programs = -(-outputs // block_o)
+    split = max(1, min(-(-_PROGRAMS // programs), steps // 4)) if splits else 1
+    step = 2 * (block_o + row_bucket(rows)) * block_i  # bytes
+    num_stages = min(4, -(-steps // split), max(2, 1 + SHARED_BUDGET // step))
+    tiles = {"BLOCK_O": block_o, "BLOCK_I": block_i, "SPLIT": split, "PREFETCH": 0}
+    return Choice(tiles, num_warps=4, num_stages=num_stages)
 
+
+def partial_bytes(outputs: int, rows: int, choice: Choice) -> int:
+    """Bytes of the float32 sums of all parts."""
+    return 4 * choice.tiles["SPLIT"] * rows * outputs
+
+
+def _holes(outputs: int, inputs: int, n: Sizes) -> dict[str, HoleValue]:
+    return {"O": outputs, "I": inputs, "BLOCK_R": row_bucket(n.B * n.W)}
+
+
+def _register_branch_end(op: str, branch: str, extra: Callable[[Sizes], int]) -> None:
+    def holes(n: Sizes) -> Mapping[str, HoleValue]:
+        block = power_of_two(n.O)
+        return {
+            **_holes(n.O, n.I, n),
+            "branch": branch,
+            "groups": extra(n),
+            "offset": n.offset,
+            "BLOCK_H": block,
+            "ROW_WARPS": min(16, max(1, block // 256)),
+        }
+
+    register(
+        Kernel(
+            op=op,
+            template="linear_norm",
+            holes=holes,
+            choose=lambda n, dtype: product_choice(n.O, n.I, n.B * n.W, dtype, splits=True),
+            scalars=("eps",),
+            workspace=lambda n, choice: partial_bytes(n.O, n.B * n.W, choice),
+        )
+    )
+
+
+_register_branch_end("linear_norm", "none", lambda n: 1)
+_register_branch_end("linear_residual_norm", "residual", lambda n: 1)
+_register_branch_end("linear_conv_residual_norm", "conv", lambda n: n.groups)
 
 register(
     Kernel(
         op="linear",
-        holes=lambda n: {
-            "O": n.O,
-            "I": n.I,
-            "unrounded": False,
-            "BLOCK_R": row_bucket(n.B * n.W),
-        },
-        choose=_linear_choice,
+        holes=lambda n: {**_holes(n.O, n.I, n), "unrounded": False},
+        choose=lambda n, dtype: product_choice(
+            n.O, n.I, n.B * n.W, dtype, splits=n.O <= 64 * 32 and n.I >= 1024
+        ),
         # Without tiles it is prefill's product over all rows, a library call.
         takes=lambda n: n.tiled,
+        workspace=lambda n, choice: (
+            partial_bytes(n.O, n.B * n.W, choice) if choice.tiles["SPLIT"] > 1 else 0
+        ),
     )
 )
+register(
+    Kernel(
+        op="swiglu_linear",
+        holes=lambda n: _holes(2 * n.ffn_width, n.I, n),
+        choose=lambda n, dtype: product_choice(
+            2 * n.ffn_width, n.I, n.B * n.W, dtype, splits=False
+        ),
+    )
+)
+register(
+    Kernel(
+        op="gdn_project",
+        holes=lambda n: {
+            **_holes(n.channels + n.value_width + 2 * n.heads, n.H, n),
+            "N1": n.channels,
+            "N2": n.value_width,
+        },
+        choose=lambda n, dtype: product_choice(
+            n.channels + n.value_width + 2 * n.heads, n.H, n.B * n.W, dtype, splits=False
+        ),
+    )
+)
+
+
+def _prepare_holes(n: Sizes) -> Mapping[str, HoleValue]:
+    width = power_of_two(n.H // n.groups, least=1)
+    return {
+        **_holes(4 * n.groups, n.H, n),
+        "H": n.H,
+        "groups": n.groups,
+        "BLOCK_G": max(1, min(64, 1024 // width)),
+        "BLOCK_J": width,
+    }
+
+
+register(
+    Kernel(
+        op="conv_prepare",
+        holes=_prepare_holes,
+        choose=lambda n, dtype: product_choice(4 * n.groups, n.H, n.B * n.W, dtype, splits=True),
+        workspace=lambda n, choice: partial_bytes(4 * n.groups, n.B * n.W, choice),
+    )
+)
+
+
+def _register_context(op: str, *, rings: bool) -> None:
+    def layers(n: Sizes) -> int:
+        return n.layers if rings else 1
+
+    def width(n: Sizes) -> int:
+        return 2 * n.kv_heads * n.head_dim
+
+    register(
+        Kernel(
+            op=op,
+            template="context_kv",
+            holes=lambda n: {
+                **_holes(width(n), n.H, n),
+                "layers": layers(n),
+                "rings": rings,
+                "KV_HEADS": n.kv_heads,
+                "D": n.head_dim,
+                "R": n.rotary_half,
+                "BLOCK_D": power_of_two(n.head_dim),
+            },
+            # As one product over the features of all layers.
+            choose=lambda n, dtype: product_choice(
+                layers(n) * width(n), n.H, n.B * n.W, dtype, splits=True
+            ),
+            scalars=("eps",),
+            takes=lambda n: rings or n.tiled,
+            workspace=lambda n, choice: layers(n) * partial_bytes(width(n), n.B * n.W, choice),
+        )
+    )
+
+
+_register_context("context_kv", rings=False)
+_register_context("context_rings", rings=True)

@@ -11,14 +11,16 @@ The families beside this module register one `Kernel` for each op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from dflash_graph.choices import Choice, Choices
 from dflash_graph.op import Attribute, Sizes, Specs
 from dflash_graph.ops import get_op
-from dflash_graph.rendering import HoleValue, load, render
+from dflash_graph.rendering import HoleValue, cache_folder, load, render
 
 #: Row tiles that kernels are made for; rows of a round are padded to one by masks.
 ROW_BUCKETS: Final = (16, 32, 64, 128)
@@ -26,23 +28,6 @@ ROW_BUCKETS: Final = (16, 32, 64, 128)
 #: Bytes of shared memory that the default choices plan with: a block's share on the device that
 #: has least, compute capability 12.0.
 SHARED_BUDGET: Final = 98 * 1024
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What tuning may change of one node.
-
-    Args:
-        tiles: tile holes.
-        num_warps, num_stages: launch parameters.
-        pdl: launch as a programmatic dependent (compute capability 9.0 on): the launch begins while
-            its predecessor ends, and waits inside before it touches what that one wrote.
-    """
-
-    tiles: Mapping[str, int]
-    num_warps: int = 4
-    num_stages: int = 2
-    pdl: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +48,8 @@ class KernelCase:
     num_warps: int
     num_stages: int
     scalars: tuple[str, ...] = ()
-    workspace: int = 0
+    #: Not what tells one case from another: it follows the number of rows, the kernels do not.
+    workspace: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         holes = " ".join(f"{name}={value}" for name, value in self.holes)
@@ -81,7 +67,13 @@ class KernelCase:
           argument is variadic), the attributes in `scalars`, what `prepare` returned, `workspace`
           (uint8) if the case asks for one, `num_warps` and `num_stages`. It allocates nothing.
         """
-        return load(render(self.template, dict(self.holes), cache_dir=cache_dir))
+        return _module(self.template, self.holes, cache_folder(cache_dir))
+
+
+@cache
+def _module(template: str, holes: tuple[tuple[str, HoleValue], ...], folder: Path) -> ModuleType:
+    """Rendered once a process: a round has many nodes of one case."""
+    return load(render(template, dict(holes), cache_dir=folder))
 
 
 @dataclass(frozen=True)
@@ -148,6 +140,7 @@ def kernel_case(
     attributes: Mapping[str, Attribute],
     *,
     choice: Choice | None = None,
+    choices: Choices | None = None,
     model_dtype: str | None = None,
 ) -> KernelCase | None:
     """The kernel for one call.
@@ -156,7 +149,9 @@ def kernel_case(
         op: name of the op.
         specs: argument -> spec.
         attributes: attribute -> value.
-        choice: tiles and launch parameters; `default_choice` where there is none.
+        choice: tiles and launch parameters.
+        choices: what was measured on the device that the kernel is for; the template's default
+            stands where neither says anything.
         model_dtype: the model dtype where no argument shows it.
 
     Returns:
@@ -172,6 +167,10 @@ def kernel_case(
     sizes = Sizes({**attributes, **symbols.sizes()})
     if not kernel.takes(sizes):
         return None
+    if choice is None and choices is not None:
+        rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
+        choice = choices.find(op, sizes, dtype, rows)
+        choice = choice or replace(kernel.choose(sizes, dtype), pdl=choices.pdl)
     choice = choice or kernel.choose(sizes, dtype)
     holes = {**kernel.holes(sizes), **choice.tiles, "pdl": choice.pdl}
     if kernel.typed:

@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from dflash_graph.kernels.registry import Choice, Kernel, register, row_choice
+from dflash_graph.kernels.registry import Kernel, register, row_choice
 
 register(
     Kernel(
         op="rms_norm",
         holes=lambda n: {"H": n.H, "offset": n.offset},
         choose=partial(row_choice, "BLOCK_H", "H"),
-        scalars=("eps",),
-    )
-)
-register(
-    Kernel(
-        op="swiglu",
-        holes=lambda n: {"F": n.ffn_width},
-        choose=lambda n, dtype: Choice({"BLOCK_F": 1024}, num_warps=4, num_stages=1),
-    )
-)
-register(
-    Kernel(
-        op="gated_norm",
-        holes=lambda n: {"HEADS": n.value_heads, "D": n.value_dim},
-        choose=partial(row_choice, "BLOCK_D", "value_dim"),
         scalars=("eps",),
     )
 )

@@ -18,10 +18,12 @@ Probe = Callable[[Step, Mapping[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """One bound step: `run()` returns what to store, in the order of `stored`."""
+    """One bound step: `run()` returns what to store, in the order of `stored`, or None where it has
+    stored it itself.
+    """
 
     step: Step
-    run: Callable[[], Sequence[Tensor]]
+    run: Callable[[], Sequence[Tensor] | None]
     stored: tuple[str, ...]
     views: tuple[Tensor, ...]
 
@@ -44,8 +46,10 @@ class Segment:
         their bytes.
         """
         for launch in self.launches:
-            for view, value in zip(launch.views, launch.run(), strict=True):
-                view.copy_(value)
+            results = launch.run()
+            if results is not None:
+                for view, value in zip(launch.views, results, strict=True):
+                    view.copy_(value)
             if probe is not None:
                 probe(launch.step, dict(zip(launch.stored, launch.views, strict=True)))
 

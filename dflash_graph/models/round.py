@@ -176,9 +176,10 @@ def declare_startup(
     """Declare everything a start-up compiles, by name: segments that share a plan and frames.
 
     Rounds come in two kinds: ``round B=n`` for batches of plain greedy rows, ``sampling B=n`` for
-    any. Prefill, the first token and catch-up run their references with every backend: their
-    products are large or their work is small.
+    any. Prefill is declared for references: its products are large. So are the first token and
+    catch-up, whose work is small, but for kernels, which serve them as they do rounds.
     """
+    small: Backend = "triton" if backend == "triton" else "eager"
     segments: dict[str, tuple[Graph, ...]] = {}
     for batch in range(1, max_batch + 1):
         for name, sampling in (("round", False), ("sampling", True)):
@@ -189,10 +190,10 @@ def declare_startup(
     for name, embeddings in (("prefill", False), ("prefill with embeddings", True)):
         chunk = declare_prefill(pair, "eager", tokens=prefill_chunk, embeddings=embeddings)
         segments[f"{name} {prefill_chunk}"] = (chunk,)
-    segments["first token"] = (declare_first_token(pair, "eager"),)
-    segments["sampled first token"] = (declare_first_token(pair, "eager", sampling=True),)
+    segments["first token"] = (declare_first_token(pair, small),)
+    segments["sampled first token"] = (declare_first_token(pair, small, sampling=True),)
     if draft_tokens:
-        segments["catch-up"] = (declare_catch_up(pair, "eager", columns=draft_tokens + 1),)
+        segments["catch-up"] = (declare_catch_up(pair, small, columns=draft_tokens + 1),)
     return segments
 
 

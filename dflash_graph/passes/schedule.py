@@ -12,6 +12,7 @@ from typing import Literal
 
 import networkx as nx
 
+from dflash_graph.choices import Choices
 from dflash_graph.graph import EXTERNAL, Graph, Node
 
 
@@ -35,10 +36,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of one segment, in order."""
+    """Steps of one segment, in order.
+
+    Args:
+        graph: what they run.
+        steps: all of its nodes.
+        workspace: bytes of scratch of each step, besides its values; empty where none needs any.
+        choices: what kernels were chosen by; None: templates' defaults.
+    """
 
     graph: Graph
     steps: tuple[Step, ...]
+    workspace: tuple[int, ...] = ()
+    choices: Choices | None = None
 
     @cached_property
     def _readers(self) -> dict[str, list[int]]:
@@ -80,6 +90,10 @@ class Schedule:
             or self.graph.values[name].role in ("retained", "output")
             or any(reader != index for reader in self.readers(name))
         )
+
+    def workspace_name(self, index: int) -> str:
+        """Name of a step's workspace among what a plan places."""
+        return f"{self.steps[index].name} (workspace)"
 
     def stored(self) -> tuple[tuple[int, str], ...]:
         """(step index, value) of every value that is stored in the arena or the result frame."""

@@ -160,10 +160,10 @@ def test_options_survive_json() -> None:
 @pytest.mark.parametrize(
     ("has_cuda", "given", "resolved"),
     [
-        (True, {}, ("cuda", "bfloat16", "inductor")),
+        (True, {}, ("cuda", "bfloat16", "triton")),
         (False, {}, ("cpu", "float32", "inductor")),
         (True, {"device": "cpu"}, ("cpu", "float32", "inductor")),
-        (False, {"device": "cuda"}, ("cuda", "bfloat16", "inductor")),
+        (False, {"device": "cuda"}, ("cuda", "bfloat16", "triton")),
         (False, {"lowering": "eager", "dtype": "bfloat16"}, ("cpu", "bfloat16", "eager")),
     ],
 )

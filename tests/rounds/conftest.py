@@ -44,6 +44,8 @@ class Bench:
         columns: int = 16,
         causality: Literal["none", "sliding"] = "none",
         dtype: str = "float32",
+        device: str = "cpu",
+        captured: bool = False,
     ) -> None:
         target = read_target_geometry(target_dir)
         draft = read_draft_geometry(draft_dir) if draft_dir else None
@@ -53,9 +55,11 @@ class Bench:
         checkpoints = {"target": Checkpoint.open(target_dir, target_layout(target))}
         if draft is not None and draft_dir is not None:
             checkpoints["draft"] = Checkpoint.open(draft_dir, draft_layout(draft))
-        self.weights = WeightStore.load(checkpoints, weight_uses(self.pair), "cpu")
+        self.device, self.captured = device, captured
+        self.weights = WeightStore.load(checkpoints, weight_uses(self.pair, backend), device)
         self.columns = columns
-        self.pools = StatePools(plan_state(declare_state(self.pair, columns), self.capacities))
+        plan = plan_state(declare_state(self.pair, columns), self.capacities)
+        self.pools = StatePools(plan, device)
         for pool in self.pools.tensors.values():
             poison_(pool)  # whatever is read must have been written
         for slot in range(slots):
@@ -69,9 +73,14 @@ class Bench:
         if key not in self._executors:
             compiled = compile_segments(graphs, self.capacities)
             kind = RoundExecutor if len(graphs) == 2 else Executor
-            arena = new_arena([compiled.plan], "cpu")
+            arena = new_arena([compiled.plan], self.device)
+            is_prefill = graphs[0].key.segment == "prefill"
             self._executors[key] = kind(
-                compiled, arena, self.weights, self.pools.tensors, self.backend
+                compiled,
+                arena,
+                self.weights,
+                self.pools.tensors,
+                "eager" if is_prefill and self.backend == "triton" else self.backend,
             )
         executor = self._executors[key]
         executor.poison()
@@ -82,7 +91,8 @@ class Bench:
     ) -> dict[str, Tensor]:
         """Process a chunk; returns every stored value by name."""
         tokens = physical or len(ids)
-        graph = declare_prefill(self.pair, self.backend, tokens=tokens)
+        reference: Backend = "eager" if self.backend == "triton" else self.backend
+        graph = declare_prefill(self.pair, reference, tokens=tokens)
         executor = self._bind(("prefill", tokens), [graph])
         positions = list(range(start, start + tokens))
         fields: dict[str, Any] = {
@@ -161,6 +171,20 @@ class Bench:
     def _run(self, executor: Executor, index: int, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         executor.inputs.fill(**{k: v for k, v in fields.items() if k in executor.inputs})
         stored: dict[str, Tensor] = {}
+        # A captured round has no probe: it is replayed, and what is compared is what is left of it.
+        if self.captured and isinstance(executor, RoundExecutor):
+            if not executor.is_captured:
+                snapshot = self.pools.storage.clone()
+                executor.run(0)
+                executor.finish([0] * executor.batch)
+                executor.capture(torch.cuda.Stream())
+                self.pools.storage.copy_(snapshot)
+                executor.poison()
+            executor.run(index)
+            graph = executor.compiled.graphs[index]
+            for value in graph.by_role("retained", "output"):
+                stored[value.name] = executor.tensors[value.name].clone()
+            return stored
         executor.run(
             index, lambda _, values: stored.update({k: v.clone() for k, v in values.items()})
         )

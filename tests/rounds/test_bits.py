@@ -64,9 +64,8 @@ def restore(bench: Any, slot: int, plain: Plain, at: int) -> None:
     for name, value in plain.states[at].items():
         pool = bench.pools.tensors[name]
         if name.endswith("pages"):
-            dense = torch.full(
-                (value.shape[0], bench.capacities.context, value.shape[2]), float("nan")
-            )
+            shape = (value.shape[0], bench.capacities.context, value.shape[2])
+            dense = torch.full(shape, float("nan"), device=value.device)
             dense[:, : value.shape[1]] = value
             pages = dense.view(value.shape[0], -1, pool.shape[2], value.shape[2]).transpose(0, 1)
             pool[bench.tables[slot]] = pages.to(pool.dtype)
@@ -106,6 +105,24 @@ def test_every_acceptance_and_commit(
     """
     target, draft = pairs(golden)[which]
     b = bench(target, draft, backend, columns=draft_tokens + 1, dtype=dtype)
+    check_every_acceptance_and_commit(b, draft_tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", ["dense_3x", "demo"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("draft_tokens", [1, 7, 15])
+def test_every_acceptance_and_commit_of_kernels(
+    which: str, dtype: str, captured: bool, draft_tokens: int, golden: Any, bench: Any
+) -> None:
+    target, draft = pairs(golden)[which]
+    shape = {"columns": draft_tokens + 1, "dtype": dtype}
+    b = bench(target, draft, "triton", device="cuda", captured=captured, **shape)
+    check_every_acceptance_and_commit(b, draft_tokens)
+
+
+def check_every_acceptance_and_commit(b: Any, draft_tokens: int) -> None:
     vocab = b.pair.target.vocab
     prompt = [(7 * i + 3) % vocab for i in range(61)]
     plain = Plain(b, prompt, draft_tokens + 2)
@@ -150,7 +167,33 @@ def test_rounds_in_company(
     alone.
     """
     target, draft = pairs(golden)[which]
-    alone = bench(target, draft, backend, columns=draft_tokens + 1)
+
+    def make(slots: int) -> Any:
+        return bench(target, draft, backend, slots=slots, columns=draft_tokens + 1)
+
+    check_rounds_in_company(make, draft_tokens, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("draft_tokens", [3, 15])
+def test_rounds_of_kernels_in_company(
+    captured: bool, dtype: str, draft_tokens: int, bench: Any, rng: torch.Generator
+) -> None:
+    target, draft = demo.target_directory(), demo.draft_directory("dflash2")
+    shape = {"columns": draft_tokens + 1, "dtype": dtype}
+
+    def make(slots: int) -> Any:
+        return bench(
+            target, draft, "triton", slots=slots, device="cuda", captured=captured, **shape
+        )
+
+    check_rounds_in_company(make, draft_tokens, rng)
+
+
+def check_rounds_in_company(make: Any, draft_tokens: int, rng: torch.Generator) -> None:
+    alone = make(1)
     vocab = alone.pair.target.vocab
     lengths = [5, 63, 30]
     prompts = [torch.randint(0, vocab, (n,), generator=rng).tolist() for n in lengths]
@@ -158,7 +201,7 @@ def test_rounds_in_company(
     for prompt in prompts:
         alone.pools.reset_slot(0)
         plains.append(Plain(alone, prompt))
-    b = bench(target, draft, backend, slots=3, columns=draft_tokens + 1)
+    b = make(3)
     for slot, plain in enumerate(plains):
         restore(b, slot, plain, 0)
     done = [0, 0, 0]

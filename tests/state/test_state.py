@@ -17,7 +17,7 @@ from dflash_graph.models.round import declare_state
 from dflash_graph.planner import ALIGNMENT
 from dflash_graph.profiles import load_preset
 from dflash_graph.report import memory_dict, memory_text, plan_memory, state_dict, state_text
-from dflash_graph.state import Capacities, FreeList, StatePools, plan_state, table_row
+from dflash_graph.state import Capacities, FreeList, StatePools, plan_state
 from dflash_graph.tensor import TensorSpec
 
 CAPACITIES = Capacities(slots=3, context=130)
@@ -149,11 +149,6 @@ def test_no_index_has_two_owners(steps: list[bool], count: int) -> None:
         elif held:
             found.give(held.pop(len(held) // 2))
         assert found.free + len(held) == count
-
-
-def test_a_page_table_row_is_padded() -> None:
-    assert table_row([4, 7], CAPACITIES) == [4, 7, -1]
-    assert table_row([4, 7, 1], CAPACITIES) == [4, 7, 1]
 
 
 def test_the_state_report_adds_up(pair: ModelPair) -> None:

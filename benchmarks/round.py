@@ -1,0 +1,310 @@
+"""Rounds of the 27B with DFlash2 beside the read ceiling, cuBLAS with Inductor, and eager peers.
+
+    python benchmarks/round.py --json round.json
+    python benchmarks/round.py --draft-tokens 15 --batch 1
+    python benchmarks/round.py --peers
+
+Every row is a captured round over random weights and state, timed with device events; variants take
+turns, figures are medians. The library's variant is the same round with every product by cuBLAS and
+what stands around it compiled by Inductor, in CUDA Graphs of its own. `--peers` times the target's
+verify of the transformers package, eagerly, at the same geometry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dflash_graph.bench import bench_document, bench_text, read_ceiling, round_frame
+from dflash_graph.bench.timing import captured, interleaved
+from dflash_graph.errors import DFlashGraphError
+from dflash_graph.executors import RoundExecutor
+from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
+from dflash_graph.lowering.segment import Launch
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.options import EngineOptions
+from dflash_graph.profiles import load_preset, preset_names
+from dflash_graph.rounds import Model, Rounds, compile_rounds
+
+
+def rms(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
+    wide = x.float()
+    scale = weight.float() + 1.0 if offset else weight.float()
+    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * scale).to(x.dtype)
+
+
+def conv(x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+    batch, columns, hidden = x.shape
+    groups = delta.shape[-1]
+    taps = base.float().view(2, groups, -1) + delta.float().unsqueeze(-1)
+    taps = taps.reshape(batch, columns, 2, hidden)
+    wide = x.float()
+    before = torch.nn.functional.pad(wide[:, :-1], (0, 0, 1, 0))
+    return taps[:, :, 0] * wide + taps[:, :, 1] * before
+
+
+@torch.compile
+def gate(both: Tensor) -> Tensor:
+    a, b = both.chunk(2, -1)
+    return (torch.nn.functional.silu(a.float()) * b.float()).to(both.dtype)
+
+
+@torch.compile
+def normed(y: Tensor, norm: Tensor, eps: float, offset: bool) -> Tensor:
+    return rms(y, norm, eps, offset)
+
+
+@torch.compile
+def residual_normed(y: Tensor, x: Tensor, norm: Tensor, eps: float, offset: bool) -> Any:
+    out = x + y
+    return out, rms(out, norm, eps, offset)
+
+
+@torch.compile
+def conv_residual_normed(
+    y: Tensor, base: Tensor, delta: Tensor, x: Tensor, norm: Tensor, eps: float, offset: bool
+) -> Any:
+    out = x + conv(y, base[1], delta).to(x.dtype)
+    return out, rms(out, norm, eps, offset)
+
+
+@torch.compile
+def prepared(x: Tensor, d: Tensor, base: Tensor) -> Any:
+    d = d.view(*x.shape[:-1], 2, 2, -1)
+    return conv(x, base[0], d[:, :, 0]).to(x.dtype), d[:, :, 1]
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(x.flatten(0, 1), weight.t()).view(*x.shape[:-1], -1)
+
+
+def by_library(launch: Launch, t: Callable[[str], Tensor]) -> Callable[[], None] | None:
+    """The launch with its product by cuBLAS, or None where it has none."""
+    (node,) = launch.step.nodes
+    given = {k: t(v) for k, v in node.inputs.items() if isinstance(v, str)}
+    out = {k: t(v) for k, v in node.outputs.items()}
+    a = dict(node.attributes)
+
+    def run() -> None:
+        match node.op:
+            case "linear":
+                torch.mm(given["x"].flatten(0, 1), given["weight"].t(), out=out["y"].flatten(0, 1))
+            case "gdn_project":
+                parts = given["weight"].split((a["channels"], a["value_width"], 2 * a["heads"]))
+                for name, part in zip(("columns", "z", "ba"), parts, strict=True):
+                    torch.mm(given["x"].flatten(0, 1), part.t(), out=out[name].flatten(0, 1))
+            case "swiglu_linear":
+                out["y"].copy_(gate(product(given["x"], given["weight"])))
+            case "linear_norm":
+                y = product(given["x"], given["weight"])
+                out["n"].copy_(normed(y, given["norm"], a["eps"], a["offset"]))
+            case "linear_residual_norm":
+                y = product(given["y"], given["weight"])
+                x, n = residual_normed(y, given["x"], given["norm"], a["eps"], a["offset"])
+                out["out"].copy_(x)
+                out["n"].copy_(n)
+            case "linear_conv_residual_norm":
+                y = product(given["y"], given["weight"])
+                x, n = conv_residual_normed(
+                    y,
+                    given["base"],
+                    given["delta"],
+                    given["x"],
+                    given["norm"],
+                    a["eps"],
+                    a["offset"],
+                )
+                out["out"].copy_(x)
+                out["n"].copy_(n)
+            case "conv_prepare":
+                d = product(given["x"], given["projection"])
+                p, delta = prepared(given["x"], d, given["base"])
+                out["prepared"].copy_(p)
+                out["delta"].copy_(delta)
+            case "head_argmax" | "head_topk":
+                x = given["x"][:, a["skip"] :].flatten(0, 1)
+                scores = torch.mm(x, given["weight"].t()).view(*out["ids"].shape[:2], -1).float()
+                if node.op == "head_argmax":
+                    best, ids = scores.max(-1)
+                else:
+                    best, ids = torch.topk(scores, a["top_k"])
+                out["ids"].copy_(ids)
+                out["scores"].copy_(best)
+
+    names = ("linear", "gdn_project", "swiglu_linear", "conv_prepare", "head_argmax", "head_topk")
+    return run if node.op in names or node.op.startswith("linear_") else None
+
+
+def library_round(executor: RoundExecutor) -> list[Callable[[], None]]:
+    """Replays of the forward and the finish segment with products by cuBLAS."""
+    graphs = []
+    for index, segment in enumerate(executor.segments):
+        bodies = [
+            by_library(launch, executor.tensors.__getitem__) or launch.run
+            for launch in segment.launches
+        ]
+
+        @torch.no_grad()
+        def run(bodies: Any = bodies, index: int = index) -> None:
+            executor.frames[index].upload()
+            for body in bodies:
+                body()
+            if index == 0:
+                executor.outputs.download()
+
+        graphs.append(captured(run).replay)
+    return graphs
+
+
+def compare(rounds: Rounds, batch: int, context: int, turns: int) -> dict[str, float]:
+    """Median microseconds of the round by kernels and by libraries, taking turns."""
+    executor = rounds[batch]
+    fields = round_frame(rounds, batch, context)
+    executor.forward({k: v for k, v in fields.items() if k in executor.inputs})
+    executor.finish([rounds.columns] * batch)
+    ours = [lambda i=i: executor.run_queued(i) for i in range(2)]
+    theirs = library_round(executor)
+    kinds = {"kernels": ours, "cublas and inductor": theirs}
+    times = interleaved([part for parts in kinds.values() for part in parts], turns)
+    return {
+        name: statistics.median(map(sum, zip(*times[2 * i : 2 * i + 2], strict=True)))
+        for i, name in enumerate(kinds)
+    }
+
+
+def host_gap(rounds: Rounds, batch: int, context: int, count: int = 60) -> float:
+    """Median microseconds from a round's results to the launch of the next, through the engine."""
+    from dflash_graph.engine import Engine
+    from dflash_graph.options import SamplingParams
+
+    executor = rounds[batch]
+    marks: list[tuple[float, float]] = []
+    run = executor.run
+
+    def timed(index: int = 0, probe: Any = None) -> None:
+        start = time.perf_counter()
+        run(index, probe)
+        if index == 0:
+            marks.append((start, time.perf_counter()))
+
+    executor.run = timed  # type: ignore[method-assign]
+    try:
+        engine = Engine(rounds)
+        budget = min(count * rounds.columns, rounds.capacities.context - 40)
+        params = SamplingParams(max_new_tokens=budget, ignore_eos=True)
+        for index in range(batch):
+            engine.submit([1 + index + i for i in range(20)], params)
+        while len(marks) < count and not engine.is_idle:
+            engine.step()
+    finally:
+        del executor.run
+    gaps = [start - end for (_, end), (start, _) in itertools.pairwise(marks)]
+    return 1e6 * statistics.median(gaps[5:])
+
+
+def peer_verify(preset: dict[str, Any], context: int, columns: int, turns: int) -> dict[str, Any]:
+    """The target's verify by the transformers package, eagerly: milliseconds, median."""
+    import transformers
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(**preset["target"])
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3_5ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        ids = torch.randint(0, config.vocab_size, (1, context), device="cuda")
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        block = ids[:, :columns]
+        took = []
+        for _ in range(turns + 2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(block, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            torch.cuda.synchronize()
+            took.append(1e3 * (time.perf_counter() - start))
+    return {"transformers": transformers.__version__, "verify_ms": statistics.median(took[2:])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="qwen3.5-27b-dflash2", choices=preset_names())
+    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--no-library", action="store_true", help="leave cuBLAS and Inductor out")
+    parser.add_argument("--no-ops", action="store_true", help="leave the table of ops out")
+    parser.add_argument("--host", action="store_true", help="also host time between rounds")
+    parser.add_argument("--peers", action="store_true", help="also public packages, eagerly")
+    parser.add_argument("--json", help="also write the figures to this file")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("round: needs a CUDA device, torch sees none", file=sys.stderr)
+        return 1
+    preset = load_preset(given.preset)
+    pair = ModelPair(
+        target_geometry_from_config(preset["target"], "target"),
+        draft_geometry_from_config(preset["draft"], "draft"),
+        dtype="bfloat16",
+    )
+    options = EngineOptions(
+        draft_tokens=given.draft_tokens,
+        max_batch=max(given.batch),
+        device="cuda",
+        lowering="triton",
+        max_context=given.context + 1024,
+    )
+    try:
+        start = time.perf_counter()
+        model = Model.random(pair, options)
+        torch.cuda.synchronize()
+        weights = time.perf_counter() - start
+        start = time.perf_counter()
+        rounds = compile_rounds(model, options)
+        document = bench_document(
+            rounds,
+            batches=given.batch,
+            context=given.context,
+            turns=given.turns,
+            ops=not given.no_ops,
+        )
+        document["weights_seconds"] = weights
+        document["start_seconds"] = sum(rounds.startup.values())
+    except DFlashGraphError as error:
+        print(f"round: {error}", file=sys.stderr)
+        return 1
+    print(bench_text(document), end="", flush=True)
+    if not given.no_library:
+        document["library"] = {}
+        for batch in given.batch:
+            found = compare(rounds, batch, given.context, given.turns)
+            document["library"][batch] = found
+            print(f"B = {batch}: " + ", ".join(f"{k} {v / 1e3:.3f} ms" for k, v in found.items()))
+    if given.host:
+        document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
+        print("host time between rounds, us:", document["host_gap_us"], flush=True)
+    document["read_ceiling_after"] = read_ceiling()
+    if given.peers:
+        del rounds, model
+        torch.cuda.empty_cache()
+        document["peers"] = peer_verify(preset, given.context, given.draft_tokens + 1, 5)
+        print(document["peers"])
+    if given.json:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2)
+            file.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

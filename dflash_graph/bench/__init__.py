@@ -1,0 +1,16 @@
+"""bench: how long a round takes beside the floor that memory bandwidth sets."""
+
+from dflash_graph.bench.document import bench_document, bench_text
+from dflash_graph.bench.floor import floor_bytes, read_ceiling
+from dflash_graph.bench.rounds import RoundTimes, fill_state, measure_round, round_frame
+
+__all__ = [
+    "RoundTimes",
+    "bench_document",
+    "bench_text",
+    "fill_state",
+    "floor_bytes",
+    "measure_round",
+    "read_ceiling",
+    "round_frame",
+]

@@ -1,0 +1,103 @@
+"""`bench`: rounds of a pair, timed on this machine's GPU beside the memory-bandwidth floor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from dflash_graph.cli.output import AsJson, print_json, progress, write
+from dflash_graph.cli.selection import Draft, DraftTokens, Dtype, GraphDtype, Lowering, Target
+from dflash_graph.options import MAX_BATCH
+
+if TYPE_CHECKING:
+    from dflash_graph.models.pair import ModelPair
+
+NAME: Final = "bench"
+SHORT: Final = "Time rounds on a GPU beside their floor."
+EPILOG: Final = """\b
+Examples:
+  dflash-graph bench --geometry qwen3.5-27b-dflash2 --random-weights
+  dflash-graph bench --geometry demo-dflash2 --random-weights --batch 1 --batch 8 --ops
+  dflash-graph bench --target TARGET_DIR --draft DRAFT_DIR --context 4096 --json"""
+
+
+def command(
+    geometry: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A shipped pair of configs.")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Needs no checkpoint; goes with --geometry.")
+    ] = False,
+    target: Target = None,
+    draft: Draft = None,
+    draft_tokens: DraftTokens = 7,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=MAX_BATCH, metavar="N", help="B; repeat for several. Default: 1."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of each request before the round.")
+    ] = 2048,
+    turns: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds that are timed.")] = 30,
+    lowering: Annotated[Lowering, typer.Option(help="How nodes run.")] = Lowering.triton,
+    dtype: GraphDtype = Dtype.bfloat16,
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Capture rounds.")
+    ] = True,
+    ops: Annotated[bool, typer.Option("--ops", help="Also time the launches of each op.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start rounds as an engine would, and time each exact batch on the device.
+
+    The floor is the time that the weights a round reads take at the device's read ceiling, which is
+    measured in the same run.
+    """
+    if (geometry is None) == (target is None):
+        raise typer.BadParameter("give either --geometry or --target")
+    if random_weights != (geometry is not None):
+        raise typer.BadParameter("--geometry has no weights: --random-weights goes with it alone")
+    batches = sorted(set(batch or [1]))
+    from dflash_graph.bench import bench_document, bench_text
+    from dflash_graph.options import EngineOptions
+    from dflash_graph.rounds import Model, compile_rounds
+    from dflash_graph.submission import require_built
+
+    options = EngineOptions(
+        draft_tokens=draft_tokens,
+        max_batch=batches[-1],
+        device="cuda",
+        dtype=dtype.value,
+        lowering=lowering.value,
+        max_context=context + draft_tokens + 1,
+        cuda_graphs=cuda_graphs,
+    ).resolved()
+    require_built(options)
+    with progress() as report:
+        if geometry is not None:
+            model = Model.random(_pair(geometry, dtype), options)
+        else:
+            assert target is not None
+            model = Model.load(Path(target), draft, options, progress=report)
+        rounds = compile_rounds(model, options, report)
+        document = bench_document(
+            rounds, batches=batches, context=context, turns=turns, ops=ops, progress=report
+        )
+    if as_json:
+        print_json(document)
+    else:
+        write(bench_text(document))
+
+
+def _pair(geometry: str, dtype: Dtype) -> ModelPair:
+    from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
+    from dflash_graph.models.pair import ModelPair
+    from dflash_graph.profiles import load_preset
+
+    preset = load_preset(geometry)
+    return ModelPair(
+        target_geometry_from_config(preset["target"], f"{geometry}.target"),
+        draft_geometry_from_config(preset["draft"], f"{geometry}.draft"),
+        dtype=dtype.value,
+    )
