@@ -6,13 +6,14 @@
 
 Every row is a captured round over random weights and state, timed with device events; variants take
 turns, figures are medians. The library's variant is the same round with every product by cuBLAS and
-what stands around it compiled by Inductor, in CUDA Graphs of its own. `--peers` times the target's
-verify of the transformers package, eagerly, at the same geometry.
+what stands around it compiled by Inductor, in CUDA Graphs of its own. `--peers` times greedy rounds
+of the public packages transformers and dflash, eagerly, at the same geometry; both must be there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import itertools
 import json
 import statistics
@@ -211,28 +212,42 @@ def host_gap(rounds: Rounds, batch: int, context: int, count: int = 60) -> float
     return 1e6 * statistics.median(gaps[5:])
 
 
-def peer_verify(preset: dict[str, Any], context: int, columns: int, turns: int) -> dict[str, Any]:
-    """The target's verify by the transformers package, eagerly: milliseconds, median."""
+def peer_rounds(preset: dict[str, Any], context: int, columns: int, count: int) -> dict[str, Any]:
+    """Greedy rounds of one request by the packages transformers and dflash, eagerly, over random
+    weights: milliseconds a round from its own statistics, prefill left out.
+    """
+    import dflash.model
     import transformers
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    config = Qwen3_5TextConfig(**preset["target"])
+    target_config = transformers.Qwen3_5TextConfig(**preset["target"])
+    draft_config = transformers.Qwen3Config(**preset["draft"])
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3_5ForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cuda"):
+            target = transformers.Qwen3_5ForCausalLM(target_config).eval()
+            draft = dflash.model.DFlash2DraftModel(draft_config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ids = torch.randint(0, target_config.vocab_size, (1, context), device="cuda")
     with torch.no_grad():
-        ids = torch.randint(0, config.vocab_size, (1, context), device="cuda")
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-        block = ids[:, :columns]
-        took = []
-        for _ in range(turns + 2):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            model(block, past_key_values=cache, use_cache=True).logits.argmax(-1)
-            torch.cuda.synchronize()
-            took.append(1e3 * (time.perf_counter() - start))
-    return {"transformers": transformers.__version__, "verify_ms": statistics.median(took[2:])}
+        for turn in range(2):  # the first one loads kernels
+            found = dflash.model.dflash_generate(
+                draft,
+                target,
+                ids,
+                max_new_tokens=count if turn else 4,
+                stop_token_ids=None,
+                block_size=columns,
+                return_stats=True,
+            )
+    took = 1e3 * found.time_per_output_token * found.num_output_tokens
+    rounds = len(found.acceptance_lengths)
+    return {
+        "transformers": transformers.__version__,
+        "dflash": importlib.metadata.version("dflash"),
+        "rounds": rounds,
+        "round_ms": took / rounds,
+    }
 
 
 def main() -> int:
@@ -245,7 +260,7 @@ def main() -> int:
     parser.add_argument("--no-library", action="store_true", help="leave cuBLAS and Inductor out")
     parser.add_argument("--no-ops", action="store_true", help="leave the table of ops out")
     parser.add_argument("--host", action="store_true", help="also host time between rounds")
-    parser.add_argument("--peers", action="store_true", help="also public packages, eagerly")
+    parser.add_argument("--peers", action="store_true", help="also transformers and dflash")
     parser.add_argument("--json", help="also write the figures to this file")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -284,26 +299,31 @@ def main() -> int:
         print(f"round: {error}", file=sys.stderr)
         return 1
     print(bench_text(document), end="", flush=True)
+    _write(given.json, document)
+    if given.host:
+        document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
+        print("host time between rounds, us:", document["host_gap_us"], flush=True)
     if not given.no_library:
         document["library"] = {}
         for batch in given.batch:
             found = compare(rounds, batch, given.context, given.turns)
             document["library"][batch] = found
             print(f"B = {batch}: " + ", ".join(f"{k} {v / 1e3:.3f} ms" for k, v in found.items()))
-    if given.host:
-        document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
-        print("host time between rounds, us:", document["host_gap_us"], flush=True)
     document["read_ceiling_after"] = read_ceiling()
     if given.peers:
         del rounds, model
         torch.cuda.empty_cache()
-        document["peers"] = peer_verify(preset, given.context, given.draft_tokens + 1, 5)
+        document["peers"] = peer_rounds(preset, given.context, given.draft_tokens + 1, 12)
         print(document["peers"])
-    if given.json:
-        with open(given.json, "w", encoding="utf-8") as file:
+    _write(given.json, document)
+    return 0
+
+
+def _write(path: str | None, document: dict[str, Any]) -> None:
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
             file.write("\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python -m dflash_graph.ahead_of_time --cache build/kernels
 
-compiles every kernel of the presets that ship for every capability, prints registers, shared memory
-and local memory of each, and fails if one spills. Needs triton, no GPU.
+compiles every kernel of the presets that ship for every capability, and what a profile that ships
+chooses instead for the capability it was measured on; prints registers, shared memory and local
+memory of each, and fails if one spills. Needs triton, no GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+from dflash_graph.choices import shipped_choices
 from dflash_graph.errors import DFlashGraphError, TemplateError
 from dflash_graph.kernels import KernelCase, shipped_cases
 from dflash_graph.rendering import cache_folder, render
@@ -216,11 +218,23 @@ def problems(compiled: Sequence[Compiled], max_spill_bytes: int) -> list[str]:
     return found
 
 
+def shipped_work() -> tuple[tuple[KernelCase, int], ...]:
+    """What ships, as (case, capability): defaults for every capability, and a profile's choices for
+    its own, in the dtypes that it measured.
+    """
+    work = dict.fromkeys(itertools.product(shipped_cases(), CAPABILITIES))
+    for choices in shipped_choices():
+        dtypes = {None, *(entry.dtype for entry in choices.entries)}
+        cases = shipped_cases(choices)
+        kept = (case for case in cases if dict(case.holes).get("dtype") in dtypes)
+        work |= dict.fromkeys((case, choices.capability) for case in kept)
+    return tuple(work)
+
+
 def compile_all(
-    cases: Sequence[KernelCase], *, cache_dir: str | Path | None, jobs: int
+    work: Sequence[tuple[KernelCase, int]], *, cache_dir: str | Path | None, jobs: int
 ) -> Iterator[tuple[Compiled, ...]]:
-    """Compile every case for every capability, `jobs` at a time, in order of completion."""
-    work = list(itertools.product(cases, CAPABILITIES))
+    """Compile each (case, capability), `jobs` at a time, in order of completion."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         waiting = [pool.submit(compile_case, *item, cache_dir=cache_dir) for item in work]
@@ -245,8 +259,8 @@ def table(compiled: Sequence[Compiled]) -> Iterator[str]:
     )
     for row in ordered:
         cells = (
-            f"{e.registers} / {e.shared / 1024:.1f} / {e.local}"
-            for e in (rows[row][capability] for capability in CAPABILITIES)
+            f"{e.registers} / {e.shared / 1024:.1f} / {e.local}" if e else "-"
+            for e in (rows[row].get(capability) for capability in CAPABILITIES)
         )
         yield f"{names[row]:<{width}}" + "".join(f"  {cell:>15}" for cell in cells)
 
@@ -270,15 +284,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.worker:
         _work()
         return 0
-    cases = shipped_cases()
-    total = len(cases) * len(CAPABILITIES)
+    work = shipped_work()
     compiled: list[Compiled] = []
     try:
-        results = compile_all(cases, cache_dir=given.cache, jobs=given.jobs)
+        results = compile_all(work, cache_dir=given.cache, jobs=given.jobs)
         for done, entries in enumerate(results, 1):
             compiled.extend(entries)
-            if done % 20 == 0 or done == total:
-                print(f"{done} of {total} compiled", file=sys.stderr, flush=True)
+            if done % 50 == 0 or done == len(work):
+                print(f"{done} of {len(work)} compiled", file=sys.stderr, flush=True)
     except DFlashGraphError as error:
         print(error, file=sys.stderr)
         return 1

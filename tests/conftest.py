@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
-from collections.abc import Generator
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
 
 # One thread a process, set before torch reads it and inherited by child processes: tests run in
 # several processes, and threads that spin for each other on a busy machine cost a hundredfold.
@@ -39,7 +44,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip gpu-marked tests where there is no CUDA device: the one skip that the suite has."""
+    """Skip gpu-marked tests where there is no CUDA device."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -73,3 +78,38 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether golden files are to be rewritten instead of compared."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture
+def needs_triton() -> None:
+    """The test extra brings triton where it can be had; there, its absence is a failure."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        if sys.platform == "linux" and platform.machine() == "x86_64":
+            raise
+        pytest.skip("the test extra brings no triton on this platform")
+
+
+@pytest.fixture
+def interpret(needs_triton: None, rng: torch.Generator, tmp_path: Path) -> Callable[[Path], None]:
+    """Runs a file of tests in a process of its own, where triton interprets kernels: it decides
+    when it is imported.
+    """
+
+    def run(file: Path) -> None:
+        command = [
+            *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *("--seed", str(rng.initial_seed()), "--basetemp", str(tmp_path / "tests")),
+            str(file),
+        ]
+        # Also pytest's and xdist's own variables stay behind: the inner run is a run of its own.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        env = kept | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        root = Path(__file__).resolve().parents[1]
+        done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = done.stdout.splitlines()[-1]
+        assert re.fullmatch(r"\d+ passed.*", summary), summary
+
+    return run

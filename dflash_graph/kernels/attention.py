@@ -99,10 +99,3 @@ register(
         ),
     )
 )
-register(
-    Kernel(
-        op="ring_append",
-        holes=lambda n: {"G": n.G, "D": n.D, "WINDOW": n.window},
-        choose=lambda n, dtype: Choice({"BLOCK_E": power_of_two(n.G * n.D)}, num_stages=1),
-    )
-)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from dflash_graph.choices import Choices
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
@@ -31,19 +32,10 @@ def kernel_cases(
 ) -> tuple[KernelCase, ...]:
     """Every distinct kernel of a pair's rounds, in order of first use.
 
-    With the largest K and batch, the rounds' row counts meet every row bucket that any smaller
-    choice meets.
+    Kernels follow the rows of a round by their row tile alone, so those of the largest K and batch
+    are the kernels of every smaller choice too.
     """
-    segments = declare_startup(
-        pair, "triton", draft_tokens=draft_tokens, max_batch=max_batch, prefill_chunk=1
-    )
-    graphs = (graph for group in segments.values() for graph in group)
-    return _distinct(
-        node_case(graph, node, choices)
-        for graph in graphs
-        if graph.key.backend == "triton"
-        for node in combine(graph).nodes
-    )
+    return _cases(_graphs(pair, draft_tokens, max_batch), choices)
 
 
 def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
@@ -52,7 +44,31 @@ def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
     Args:
         choices: of one device; the templates' defaults if None.
     """
-    return _distinct(case for pair in _shipped_pairs() for case in kernel_cases(pair, choices))
+    return _cases(_shipped_graphs(), choices)
+
+
+@cache
+def _shipped_graphs() -> tuple[Graph, ...]:
+    """Declared once: defaults and the choices of each device are looked up in the same graphs."""
+    return tuple(
+        graph for pair in _shipped_pairs() for graph in _graphs(pair, MAX_DRAFT_TOKENS, MAX_BATCH)
+    )
+
+
+def _graphs(pair: ModelPair, draft_tokens: int, max_batch: int) -> Iterator[Graph]:
+    """The combined graphs of a pair's rounds."""
+    segments = declare_startup(
+        pair, "triton", draft_tokens=draft_tokens, max_batch=max_batch, prefill_chunk=1
+    )
+    for group in segments.values():
+        for graph in group:
+            if graph.key.backend == "triton":
+                yield combine(graph)
+
+
+def _cases(graphs: Iterable[Graph], choices: Choices | None) -> tuple[KernelCase, ...]:
+    cases = (node_case(graph, node, choices) for graph in graphs for node in graph.nodes)
+    return tuple(dict.fromkeys(case for case in cases if case is not None))
 
 
 def _shipped_pairs() -> Iterator[ModelPair]:
@@ -62,7 +78,3 @@ def _shipped_pairs() -> Iterator[ModelPair]:
         draft = draft_geometry_from_config(preset["draft"], f"{name}.draft")
         for dtype in ("bfloat16", "float32") if name.startswith("demo") else ("bfloat16",):
             yield ModelPair(target, draft, dtype=dtype)
-
-
-def _distinct(cases: Iterable[KernelCase | None]) -> tuple[KernelCase, ...]:
-    return tuple(dict.fromkeys(case for case in cases if case is not None))

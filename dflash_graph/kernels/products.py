@@ -37,7 +37,7 @@ def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: 
         splits: sums of parts can be added by a later launch.
     """
     if dtype == "float32":
-        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, "PREFETCH": 0}
+        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, "TRIGGER": 1}
         return Choice(tiles, num_warps=4, num_stages=3)
     block_o = 64
     if not splits:
@@ -46,9 +46,12 @@ def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: 
     steps = -(-inputs // block_i)
     programs = -(-outputs // block_o)
     split = max(1, min(-(-_PROGRAMS // programs), steps // 4)) if splits else 1
-    step = 2 * (block_o + row_bucket(rows)) * block_i  # bytes
-    num_stages = min(4, -(-steps // split), max(2, 1 + SHARED_BUDGET // step))
-    tiles = {"BLOCK_O": block_o, "BLOCK_I": block_i, "SPLIT": split, "PREFETCH": 0}
+    block_r = row_bucket(rows)
+    step = 2 * (block_o + block_r) * block_i  # bytes
+    # Beside 64 sums a thread, compute capability 12.0 has registers for the operands of two stages.
+    most = 2 if block_o * block_r >= 64 * 128 else 4
+    num_stages = min(most, -(-steps // split), max(2, 1 + SHARED_BUDGET // step))
+    tiles = {"BLOCK_O": block_o, "BLOCK_I": block_i, "SPLIT": split, "TRIGGER": 1}
     return Choice(tiles, num_warps=4, num_stages=num_stages)
 
 

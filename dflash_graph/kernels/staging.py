@@ -43,8 +43,9 @@ register(
 register(
     Kernel(
         op="block_ids",
-        holes=lambda n: {"COLUMNS": n.columns, "MASK": n.mask_token_id},
+        holes=lambda n: {"MASK": n.mask_token_id},
         choose=lambda n, dtype: _column_choice(n.columns),
+        scalars=("columns",),
         typed=False,
     )
 )

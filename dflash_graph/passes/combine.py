@@ -78,12 +78,12 @@ class _Rewrite:
         self.values[name] = Value(name, spec, "weight", WeightUse(tuple(parts), spec))
         return name
 
-    def replace(self, old: Iterable[Node], new: Sequence[Node]) -> None:
-        """Let `new` stand where the last of `old` stood."""
+    def replace(self, old: Iterable[Node], new: Sequence[Node], place: Node | None = None) -> None:
+        """Let `new` stand where `place`, or the last of `old`, stood."""
         names = [node.name for node in old]
         order = [node.name for node in self.graph.nodes]
         self._gone.update(names)
-        self._new[max(names, key=order.index)] = list(new)
+        self._new[place.name if place else max(names, key=order.index)] = list(new)
 
     def result(self) -> Graph:
         if not self._gone:
@@ -165,7 +165,8 @@ def _branch_end(rewrite: _Rewrite, linear: Node) -> bool:
         {"out": add.outputs["out"], "n": norm.outputs["y"]},
         attributes,
     )
-    rewrite.replace([linear, *([finish] if finish else []), add, norm], [node])
+    # At the sum, which others may read before the norm.
+    rewrite.replace([linear, *([finish] if finish else []), add, norm], [node], add)
     return True
 
 
@@ -215,15 +216,17 @@ def _delta_net(rewrite: _Rewrite, first: Node) -> bool:
         return False
     third = rewrite.producer(_one(gates, "ba"), "linear")
     second = rewrite.producer(_one(norm, "z"), "linear")
+    if second is None or third is None:
+        return False
     linears = (first, second, third)
-    if second is None or third is None or len({str(n.inputs["x"]) for n in linears if n}) != 1:
+    if len({str(n.inputs["x"]) for n in linears}) != 1 or not all(map(_is_tiled_linear, linears)):
         return False
     if rewrite.only_reader(third.outputs["y"], "gdn_gates") is None:
         return False
     if rewrite.only_reader(second.outputs["y"], "gated_norm") is None:
         return False
     region, place = first.region, _place(first)
-    weights = [rewrite.values[_one(node, "weight")] for node in (first, second, third)]
+    weights = [rewrite.values[_one(node, "weight")] for node in linears]
     widths = [int(value.spec.shape[0]) for value in weights]
     stacked = rewrite.weight(
         weights[0].name.rpartition(".")[0] + ".in_proj",
@@ -263,7 +266,7 @@ def _delta_net(rewrite: _Rewrite, first: Node) -> bool:
         },
         {**conv.attributes, "eps": norm.attributes["eps"]},
     )
-    rewrite.replace((first, second, third, conv, gates, recurrence, norm), (project, mixer))
+    rewrite.replace((*linears, conv, gates, recurrence, norm), (project, mixer))
     return True
 
 
@@ -308,13 +311,15 @@ def _rings(rewrite: _Rewrite) -> None:
             continue
         shared = [_one(kv, name) for name in ("c", "cos", "sin")]
         shared += [_one(append, name) for name in ("slots", "start", "live")]
+        shared.append(str(sorted(kv.attributes.items())))
         found.setdefault(tuple(shared), []).append((kv, append))
-    for pairs in found.values():
+    for index, pairs in enumerate(found.values()):
         kv, append = pairs[0]
         region = kv.region.rpartition("/")[0]
+        label = f"rings.{index + 1}" if index else "rings"
         node = _made(
             "context_rings",
-            f"{region}/rings" if region else "rings",
+            f"{region}/{label}" if region else label,
             region,
             {
                 "c": kv.inputs["c"],

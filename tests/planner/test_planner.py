@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dflash_graph.errors import PlanError
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.graph import Backend, Graph, GraphBuilder, GraphKey, Value
+from dflash_graph.lowering.schedules import lowered
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_prefill, declare_round
 from dflash_graph.passes.fuse import fuse
@@ -246,6 +247,61 @@ def test_two_segments_store_no_value_of_one_name() -> None:
     graph = g.build()
     with pytest.raises(PlanError, match="residual_add: two segments store a value of this name"):
         plan([schedule(graph), schedule(graph)])
+
+
+def test_workspace_lives_in_its_step_only() -> None:
+    """It is apart from all that its step reads and writes, and the next step takes its bytes."""
+    g = GraphBuilder(GraphKey("forward", "triton", 0, 1, 2, "float32"))
+    x = g.input("x", (1, 2, 64), "float32")
+    for name in ("first", "second", "third"):
+        weight = g.weight(f"{name}.weight", (f"target/{name}",), (64, 64))
+        x = g.call("linear", name, x=x, weight=weight, tiled=True)
+    g.retain(x)
+    bare = schedule(g.build())
+    found = plan([replace(bare, workspace=(5000, 0, 7000))])
+    buffers = {buffer.values[0]: buffer for buffer in found.buffers}
+    assert buffers.keys() == {
+        "first",
+        "second",
+        "third",
+        "first (workspace)",
+        "third (workspace)",
+    }
+    for index, name, nbytes in ((0, "first", 5000), (2, "third", 7000)):
+        buffer = buffers[f"{name} (workspace)"]
+        assert (buffer.first, buffer.last, buffer.nbytes) == (index, index, nbytes)
+        for value in ("first",) if index == 0 else ("second", "third"):
+            other = buffers[value]
+            assert buffer.end <= other.offset or other.end <= buffer.offset, (name, value)
+    reused = buffers["first (workspace)"], buffers["third (workspace)"]
+    assert reused[0].offset < reused[1].end and reused[1].offset < reused[0].end
+    assert found.arena_bytes == found.lower_bound
+    assert found.arena_bytes < plan([bare]).arena_bytes + 5000 + 7000
+
+
+def test_workspace_of_a_later_segment_leaves_what_is_kept() -> None:
+    forward: Recipe = [("product", 0, 0, 300), ("sum", 0, 0, 8)]
+    graphs = random_round("eager", forward, [("norm", 0, 0, 8)], {0, 1}, set())
+    schedules = [schedule(graph) for graph in graphs]
+    schedules[1] = replace(schedules[1], workspace=(4096,) * len(schedules[1].steps))
+    found = plan(schedules)
+    start = found.boundaries[1]
+    works = [b for b in found.buffers if b.values[0].endswith("(workspace)")]
+    assert [(b.first, b.last) for b in works] == [
+        (start + index, start + index) for index in range(len(works))
+    ]
+    simulate(schedules, found)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1, 7, 15])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2"])
+def test_the_27b_peak_of_kernels_is_near_its_bound(kind: str, draft_tokens: int) -> None:
+    """With the workspace of every kernel."""
+    for name, segments in large_segments(kind, "triton", draft_tokens):
+        schedules = [lowered(graph) for graph in segments]
+        assert any(schedules[0].workspace)
+        found = plan(schedules)
+        assert 1.0 <= found.ratio <= MAX_RATIO, f"{name}: {found.ratio:.4f}"
 
 
 def small_plan() -> Plan:

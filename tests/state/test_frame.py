@@ -97,6 +97,35 @@ def test_views_alias_the_one_buffer() -> None:
         assert found[name].untyped_storage().data_ptr() == found.buffer.data_ptr()
 
 
+def test_segments_see_what_the_host_fills() -> None:
+    """On the CPU both sides are the same memory, and copies have nothing to do."""
+    found = frame()
+    assert found.host is found.buffer
+    found.fill(slots=[3, 5], scores=2.5)
+    found.upload()
+    assert found.bound("slots").tolist() == [3, 5]
+    assert found.bound("scores").dtype == torch.float32
+    found.bound("page_table").fill_(8)
+    found.download()
+    assert found["page_table"].eq(8).all()
+    assert found.bound("slots").data_ptr() == found["slots"].data_ptr()
+    with pytest.raises(ShapeError, match=r"^frame has no field 'slot'; it has \['page_table', "):
+        found.bound("slot")
+
+
+def test_a_frame_without_a_host_side_is_its_own_twin() -> None:
+    found = frame()
+    assert found.twin() is found
+
+
+def test_clear_zeroes_every_field() -> None:
+    found = frame()
+    found.fill(slots=7, page_table=[[0, 1, 2], [3, 4, -1]], scores=-1.5)
+    found.clear()
+    assert not found.buffer.any()
+    assert found["scores"].eq(0.0).all() and found["slots"].tolist() == [0, 0]
+
+
 def test_one_number_fills_a_field() -> None:
     found = frame()
     found.fill(slots=7, scores=torch.tensor(0.5))

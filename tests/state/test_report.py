@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from dflash_graph.checkpoint import draft_schema, target_schema
+from dflash_graph.choices import Entry, shipped_choices
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.profiles import load_preset
@@ -74,3 +76,27 @@ def test_a_pair_takes_what_its_checkpoints_hold(name: str) -> None:
         "draft": sum(math.prod(shape) * 2 for shape in draft_schema(draft).values()),
     }
     assert report.weights == expected
+
+
+def test_a_devices_choices_decide_about_workspace() -> None:
+    """The arena of eight requests on the card that was measured: its benchmark allocated this."""
+    preset = load_preset("qwen3.5-27b-dflash2")
+    pair = ModelPair(
+        target_geometry_from_config(preset["target"], "target"),
+        draft_geometry_from_config(preset["draft"], "draft"),
+        dtype="bfloat16",
+    )
+    (choices,) = (found for found in shipped_choices() if found.device == "NVIDIA H200")
+    shape = {"draft_tokens": 7, "max_batch": 8, "prefill_chunk": 1024}
+    capacities = Capacities(8, 3072)
+    found = plan_memory(pair, "triton", capacities=capacities, choices=choices, **shape)
+    assert found.arena_bytes == 186_125_312
+    assert all(executor.plan.ratio < 1.02 for executor in found.executors)
+    wider = replace(choices, entries=tuple(map(_doubled_workers, choices.entries)))
+    other = plan_memory(pair, "triton", capacities=capacities, choices=wider, **shape)
+    assert other.arena_bytes > found.arena_bytes
+
+
+def _doubled_workers(entry: Entry) -> Entry:
+    workers = entry.tiles.get("WORKERS")
+    return replace(entry, tiles={**entry.tiles, "WORKERS": 2 * workers}) if workers else entry

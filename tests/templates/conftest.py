@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,17 +20,6 @@ Arguments = Mapping[str, Tensor | Sequence[Tensor]]
 
 #: Bytes on either side of an output that a kernel must leave alone; a multiple of its alignment.
 GUARD = 256
-
-
-@pytest.fixture
-def needs_triton() -> None:
-    """The test extra brings triton where it can be had; there, its absence is a failure."""
-    try:
-        import triton  # noqa: F401
-    except ModuleNotFoundError:
-        if sys.platform == "linux" and platform.machine() == "x86_64":
-            raise
-        pytest.skip("the test extra brings no triton on this platform")
 
 
 @dataclass

@@ -295,19 +295,3 @@ def test_append_kv(rng, check, dtype, heads, dim):
         "live": ints(lives),
     }
     check(get_op("append_kv"), case, {}, EXACT)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("window", "columns"), [(12, 5), (3, 8)])
-def test_ring_append(rng, check, dtype, window, columns):
-    """Also more live columns than a ring has places."""
-    case = {
-        "k": normal(rng, 3, columns, 2, 6, dtype=dtype),
-        "v": normal(rng, 3, columns, 2, 6, dtype=dtype),
-        "k_ring": normal(rng, 5, window, 2, 6, dtype=dtype),
-        "v_ring": normal(rng, 5, window, 2, 6, dtype=dtype),
-        "slots": ints([3, 0, 4]),
-        "start": ints([40, 7, 0]),
-        "live": ints([columns, 0, columns - 1]),
-    }
-    check(get_op("ring_append"), case, {}, EXACT)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dflash_graph import ahead_of_time
-from dflash_graph.ahead_of_time import CAPABILITIES, Compiled, compile_case, problems, table
+from dflash_graph.ahead_of_time import (
+    CAPABILITIES,
+    Compiled,
+    compile_case,
+    problems,
+    shipped_work,
+    table,
+)
+from dflash_graph.choices import shipped_choices
 from dflash_graph.errors import ShapeError, TemplateError
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.kernels import (
@@ -19,6 +28,7 @@ from dflash_graph.kernels import (
     row_bucket,
     shipped_cases,
 )
+from dflash_graph.kernels.products import product_choice
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.op import get_op
 from dflash_graph.profiles import load_preset
@@ -29,8 +39,13 @@ SMALL = (
     ("linear", {"x": "1 3 45", "weight": "19 45"}, {"tiled": True}),
     ("linear", {"x": "1 40 256", "weight": "64 256"}, {"tiled": True}),
     ("rms_norm", {"x": "2 3 24", "weight": "24"}, {"eps": 1e-6, "offset": True}),
-    ("swiglu", {"gate_up": "2 3 260"}, {"ffn_width": 130}),
+    ("swiglu_linear", {"x": "2 3 40", "weight": "260 40"}, {"ffn_width": 130}),
 )
+
+
+def product_tiles(**changes: int) -> dict[str, int]:
+    """Tiles of a product, but for `changes` those of a default choice."""
+    return {**product_choice(64, 64, 1, "bfloat16", splits=False).tiles, **changes}
 
 
 def small_case(op: str, shapes: dict[str, str], attributes: dict, dtype: str) -> KernelCase:
@@ -58,15 +73,16 @@ def test_every_template_belongs_to_an_op_and_the_reverse() -> None:
 def test_calls_without_a_kernel() -> None:
     specs = {"x": TensorSpec((1, 3, 45), "float32"), "weight": TensorSpec((19, 45), "float32")}
     assert kernel_case("linear", specs, {"tiled": False}) is None
-    ids = {"anchor": TensorSpec((1,), "int32")}
-    assert kernel_case("block_ids", ids, {"columns": 8, "mask_token_id": 0}) is None
+    gate_up = {"gate_up": TensorSpec((1, 3, 8), "float32")}
+    assert kernel_case("swiglu", gate_up, {"ffn_width": 4}) is None
     with pytest.raises(ShapeError, match="attributes"):
         kernel_case("linear", specs, {})
 
 
 def test_a_choice_replaces_the_default() -> None:
     specs = {"x": TensorSpec((1, 3, 45), "float32"), "weight": TensorSpec((19, 45), "float32")}
-    choice = Choice({"BLOCK_O": 128, "BLOCK_I": 16}, num_warps=8, num_stages=1)
+    tiles = product_tiles(BLOCK_O=128, BLOCK_I=16, SPLIT=2)
+    choice = Choice(tiles, num_warps=8, num_stages=1)
     case = kernel_case("linear", specs, {"tiled": True}, choice=choice)
     assert case is not None
     assert dict(case.holes) == {
@@ -74,11 +90,11 @@ def test_a_choice_replaces_the_default() -> None:
         "I": 45,
         "dtype": "float32",
         "unrounded": False,
-        "BLOCK_O": 128,
-        "BLOCK_I": 16,
         "BLOCK_R": 16,
         "pdl": False,
+        **tiles,
     }
+    assert case.workspace == 4 * 2 * 3 * 19
     assert (case.num_warps, case.num_stages) == (8, 1)
 
 
@@ -90,26 +106,33 @@ def test_shipped_cases_render_and_fix_tiles_by_weight(tmp_path: Path) -> None:
     buckets: dict[tuple, set] = {}
     for case in cases:
         render(case.template, dict(case.holes), cache_dir=tmp_path)
-        if case.op == "linear":
-            holes = dict(case.holes)
-            weight = (holes["O"], holes["I"], holes["dtype"])
-            tiles = (holes["BLOCK_O"], holes["BLOCK_I"], case.num_warps)
+        holes = dict(case.holes)
+        if "SPLIT" in holes:
+            weight = (case.op, holes["O"], holes["I"], holes["dtype"])
+            tiles = (holes["BLOCK_O"], holes["BLOCK_I"], holes["SPLIT"], case.num_warps)
             fixed.setdefault(weight, set()).add(tiles)
             buckets.setdefault(weight, set()).add(holes["BLOCK_R"])
     assert all(len(tiles) == 1 for tiles in fixed.values())
-    assert {(34816, 5120, "bfloat16"), (5120, 17408, "bfloat16")} < fixed.keys()
+    large = {
+        ("swiglu_linear", 34816, 5120, "bfloat16"),
+        ("linear_residual_norm", 5120, 17408, "bfloat16"),
+        ("gdn_project", 16480, 5120, "bfloat16"),
+    }
+    assert large < fixed.keys()
     # Sixteen columns and one to eight requests: 16 to 128 rows.
     assert all(found == {16, 32, 64, 128} for found in buckets.values())
 
 
-def test_the_largest_rounds_meet_the_kernels_of_all() -> None:
-    preset = load_preset("demo-dflash2")
+@pytest.mark.parametrize("name", ["demo-dflash", "demo-dflash2"])
+def test_the_largest_rounds_meet_the_kernels_of_all(name: str) -> None:
+    preset = load_preset(name)
     target = target_geometry_from_config(preset["target"], "target")
     draft = draft_geometry_from_config(preset["draft"], "draft")
     pair = ModelPair(target, draft, dtype="bfloat16")
     largest = set(kernel_cases(pair))
-    for draft_tokens in (1, 6, 7, 8):
-        assert set(kernel_cases(pair, draft_tokens=draft_tokens)) <= largest
+    for draft_tokens, batch in ((1, 1), (1, 8), (6, 3), (7, 8), (8, 2), (14, 8), (15, 1)):
+        found = set(kernel_cases(pair, draft_tokens=draft_tokens, max_batch=batch))
+        assert found <= largest, (draft_tokens, batch, found - largest)
 
 
 @pytest.mark.usefixtures("needs_triton")
@@ -142,7 +165,8 @@ def test_spills_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "x": TensorSpec((8, 16, 64), "bfloat16"),
         "weight": TensorSpec((256, 64), "bfloat16"),
     }
-    choice = Choice({"BLOCK_O": 64, "BLOCK_I": 16}, num_warps=1, num_stages=1)
+    tiles = product_tiles(BLOCK_O=64, BLOCK_I=16, SPLIT=1)
+    choice = Choice(tiles, num_warps=1, num_stages=1)
     case = kernel_case("linear", specs, {"tiled": True}, choice=choice)
     assert case is not None
     (found,) = compile_case(case, 80, cache_dir=tmp_path)
@@ -169,11 +193,33 @@ def test_table_and_problems() -> None:
         Compiled(case, "linear_kernel", capability, 40, 100 * 1024, 0)
         for capability in CAPABILITIES
     ]
-    head, line = table(rows)
+    tuned = Compiled(replace(case, num_stages=5), "linear_kernel", 90, 41, 0, 0)
+    head, line, measured = table([*rows, tuned])
     assert "sm_80" in head and "sm_120" in head
     assert line.startswith("linear_kernel: linear BLOCK_I=32") and line.count("40 / 100.0 / 0") == 3
+    assert measured.split("stages=5")[1].split() == ["-", "41", "/", "0.0", "/", "0", "-"]
     (problem,) = problems(rows, 0)
     assert "sm_120: 102400 bytes of shared memory, the device has 101376" in problem
+
+
+def test_what_a_profile_chooses_is_compiled_where_it_was_measured() -> None:
+    work = shipped_work()
+    assert len(set(work)) == len(work)
+    targets: dict[KernelCase, set[int]] = {}
+    for case, capability in work:
+        targets.setdefault(case, set()).add(capability)
+    assert all(targets[case] == set(CAPABILITIES) for case in shipped_cases())
+    for choices in shipped_choices():
+        assert choices.capability in CAPABILITIES
+        dtypes = {entry.dtype for entry in choices.entries}
+        wanted = [
+            case
+            for case in shipped_cases(choices)
+            if dict(case.holes).get("dtype", "any") in {"any", *dtypes}
+        ]
+        assert all(choices.capability in targets[case] for case in wanted)
+        tuned = {case.op for case in wanted if targets[case] == {choices.capability}}
+        assert tuned >= {entry.op for entry in choices.entries}
 
 
 @pytest.mark.usefixtures("needs_triton")
@@ -181,14 +227,15 @@ def test_the_command_fails_on_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = small_case(*SMALL[3], "float32")
-    monkeypatch.setattr(ahead_of_time, "shipped_cases", lambda: (case,))
+    work = tuple((case, capability) for capability in CAPABILITIES)
+    monkeypatch.setattr(ahead_of_time, "shipped_work", lambda: work)
     for local, status in ((0, 0), (8, 1)):
         made = [
-            (Compiled(case, "swiglu_kernel", capability, 40, 0, local),)
+            (Compiled(case, "swiglu_linear_kernel", capability, 40, 0, local),)
             for capability in CAPABILITIES
         ]
         monkeypatch.setattr(ahead_of_time, "compile_all", lambda *_, made=made, **__: iter(made))
         assert ahead_of_time.main(["--cache", str(tmp_path)]) == status
         out, err = capsys.readouterr()
-        assert "3 of 3 compiled" in err and "swiglu" in out
+        assert "3 of 3 compiled" in err and "swiglu_linear" in out
         assert ("8 bytes of spills" in err) == (status == 1)

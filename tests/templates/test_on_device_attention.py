@@ -232,13 +232,10 @@ def test_rope_append(rng: torch.Generator, run: Run, check: Run) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_append(rng: torch.Generator, check: Run, dtype: torch.dtype) -> None:
-    """Pages and rings, to the byte; a ring also takes more columns than it has places."""
+    """Pages, to the byte."""
     for columns, lives in ((16, [16, 8, 0, 1]), (300, [300, 131, 0, 7])):
         block = {n: normal(rng, dtype, 4, columns, 8, 128) for n in ("k", "v")}
         place = {"start": ints([2040, 63, 5, 0]), "live": ints(lives)}
         pools = {n: normal(rng, dtype, 160, 8, PAGE_SIZE, 128) for n in ("k_pages", "v_pages")}
         table = torch.randperm(160, generator=rng).view(4, 40).int().cuda()
         check(get_op("append_kv"), {**block, **pools, "page_table": table, **place}, {}, EXACT)
-        rings = {n: normal(rng, dtype, 5, 128, 8, 128) for n in ("k_ring", "v_ring")}
-        slots = {"slots": ints([3, 0, 4, 1])}
-        check(get_op("ring_append"), {**block, **rings, **slots, **place}, {}, EXACT)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ LINEAR = {
     "BLOCK_O": 32,
     "BLOCK_I": 128,
     "BLOCK_R": 16,
+    "SPLIT": 1,
+    "TRIGGER": 1,
     "pdl": False,
 }
 ODD = LINEAR | {"O": 19, "I": 45, "dtype": "float32", "unrounded": True}
+PARTS = LINEAR | {"SPLIT": 3, "pdl": True}
 
 
 @pytest.fixture
@@ -42,7 +46,9 @@ def templates(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], Non
     return place
 
 
-@pytest.mark.parametrize(("name", "holes"), [("linear", LINEAR), ("linear_odd", ODD)])
+@pytest.mark.parametrize(
+    ("name", "holes"), [("linear", LINEAR), ("linear_odd", ODD), ("linear_parts", PARTS)]
+)
 def test_golden(name: str, holes: dict[str, Any], tmp_path: Path, update_golden: bool) -> None:
     source = render("linear", holes, cache_dir=tmp_path).source
     path = GOLDEN / f"{name}.py.txt"
@@ -57,18 +63,23 @@ def test_a_rendered_file_opens_with_its_identity_and_parses(tmp_path: Path) -> N
     assert rendered.path.read_text(encoding="utf-8") == rendered.source
     lines = rendered.source.splitlines()
     assert lines[0] == "# Rendered from linear.py.jinja"
-    assert "BLOCK_I=128, BLOCK_O=32, BLOCK_R=16, I=17408, O=5120, dtype=bfloat16" in lines[1]
+    assert "BLOCK_I=128, BLOCK_O=32, BLOCK_R=16, I=17408, O=5120" in lines[1]
     assert lines[2] == f"# key: {rendered.key}"
     ast.parse(rendered.source)
 
 
 def test_every_template_names_its_op_and_lists_its_holes() -> None:
     assert "linear" in template_names()
+    shared: set[str] = set()
     for name in template_names():
         info = template_info(name)
         assert info.ops
         assert "pdl" in info.holes
-        assert set(info.texts) == {f"{name}.py.jinja", "common/launch.py.jinja"}
+        others = set(info.texts) - {f"{name}.py.jinja"}
+        assert "common/launch.py.jinja" in others
+        shared |= others
+    folder = resources.files("dflash_graph.templates").joinpath("common")
+    assert shared == {f"common/{file.name}" for file in folder.iterdir()}
 
 
 def test_equal_holes_give_equal_text_whatever_their_order(tmp_path: Path) -> None:
@@ -175,7 +186,7 @@ def test_importing_does_nothing() -> None:
 
 
 def test_unknown_template_lists_what_ships(tmp_path: Path) -> None:
-    for name in ("linaer", "", "../pyproject", "common/checks", "linear.py.jinja"):
+    for name in ("linaer", "", "../pyproject", "common/launch", "linear.py.jinja"):
         with pytest.raises(TemplateError, match=r"expected one of .*linear.*, got"):
             render(name, {}, cache_dir=tmp_path)
 

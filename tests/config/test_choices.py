@@ -1,0 +1,191 @@
+"""Profiles of choices: what is read, what is refused, and that shipped ones fit their kernels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_graph.choices import (
+    SCHEMA,
+    Choice,
+    Choices,
+    Entry,
+    choices_for,
+    parse_choices,
+    shipped_choices,
+)
+from dflash_graph.errors import ProfileError
+from dflash_graph.kernels import ROW_BUCKETS, default_choice, kernel_case, shipped_cases
+from dflash_graph.op import Sizes
+from dflash_graph.rendering import render
+from dflash_graph.tensor import TensorSpec
+
+TILES = default_choice("linear", Sizes(O=19, I=45, B=1, W=3), "float32").tiles
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    entry = {
+        "op": "linear",
+        "dtype": "float32",
+        "sizes": {"O": 19, "I": 45},
+        "tiles": {**TILES, "BLOCK_O": 64},
+        "num_warps": 8,
+        "num_stages": {"16": 4, "64": 3},
+    }
+    device = {"name": "A device", "capability": 90}
+    made = {"schema": SCHEMA, "device": device, "pdl": True, "choices": [entry]}
+    return {**made, **changes}
+
+
+def parsed(**changes: Any) -> Choices:
+    return parse_choices(json.dumps(document(**changes)), "a.json")
+
+
+def test_a_profile_is_read() -> None:
+    found = parsed()
+    assert (found.device, found.capability, found.pdl, found.source) == (
+        "A device",
+        90,
+        True,
+        "a.json",
+    )
+    (entry,) = found.entries
+    assert (entry.op, entry.dtype, entry.sizes) == ("linear", "float32", {"O": 19, "I": 45})
+    assert entry.num_stages == {16: 4, 64: 3}
+
+
+@pytest.mark.parametrize(("rows", "stages"), [(16, 4), (32, 4), (64, 3), (128, 3)])
+def test_stages_follow_the_nearest_row_tile(rows: int, stages: int) -> None:
+    found = parsed().find("linear", Sizes(O=19, I=45, B=1, W=3), "float32", rows)
+    assert found == Choice({**TILES, "BLOCK_O": 64}, 8, stages, pdl=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "dtype"),
+    [
+        ("linear", {"O": 19, "I": 46}, "float32"),
+        ("linear", {"O": 19}, "float32"),
+        ("linear", {"O": 19, "I": 45}, "bfloat16"),
+        ("linear_norm", {"O": 19, "I": 45}, "float32"),
+    ],
+)
+def test_only_the_call_that_was_measured_is_found(op: str, sizes: Any, dtype: str) -> None:
+    assert parsed().find(op, Sizes(sizes), dtype, 16) is None
+
+
+def test_one_node_may_differ_from_its_profile() -> None:
+    entry = {**document()["choices"][0], "pdl": False}
+    found = parsed(choices=[entry])
+    assert found.pdl
+    choice = found.find("linear", Sizes(O=19, I=45), "float32", 16)
+    assert choice is not None and not choice.pdl
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a.json: expected a profile of choices, got JSONDecodeError"),
+        ("[]", "a.json: expected a profile of choices, got TypeError"),
+        ("{}", r"a.json: expected a profile of choices, got KeyError\('schema'\)"),
+        ('{"schema": 0}', f"a.json: expected schema {SCHEMA}, got 0"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        parse_choices(text, "a.json")
+
+
+@pytest.mark.parametrize("field", ["device", "pdl", "choices"])
+def test_a_missing_field_is_named(field: str) -> None:
+    given = document()
+    del given[field]
+    with pytest.raises(ProfileError, match=f"a.json: expected .*KeyError.*'{field}'"):
+        parse_choices(json.dumps(given), "a.json")
+
+
+@pytest.mark.parametrize("field", ["op", "dtype", "sizes", "tiles", "num_warps", "num_stages"])
+def test_a_missing_field_of_an_entry_is_named(field: str) -> None:
+    entry = document()["choices"][0]
+    del entry[field]
+    with pytest.raises(ProfileError, match=f"a.json: expected .*KeyError.*'{field}'"):
+        parsed(choices=[entry])
+
+
+def test_row_tiles_are_numbers() -> None:
+    entry = {**document()["choices"][0], "num_stages": {"few": 3}}
+    with pytest.raises(ProfileError, match=r"a.json: expected .*invalid literal"):
+        parsed(choices=[entry])
+
+
+def test_a_kernel_takes_what_its_device_measured() -> None:
+    specs = {"x": TensorSpec((1, 3, 45), "float32"), "weight": TensorSpec((19, 45), "float32")}
+    case = kernel_case("linear", specs, {"tiled": True}, choices=parsed())
+    assert case is not None
+    assert (dict(case.holes)["BLOCK_O"], case.num_warps, case.num_stages) == (64, 8, 4)
+    assert dict(case.holes)["pdl"] is True
+    other = {**specs, "weight": TensorSpec((20, 45), "float32")}
+    case = kernel_case("linear", other, {"tiled": True}, choices=parsed())
+    default = kernel_case("linear", other, {"tiled": True})
+    assert case is not None and default is not None
+    assert dict(case.holes) == {**dict(default.holes), "pdl": True}
+    assert (case.num_warps, case.num_stages) == (default.num_warps, default.num_stages)
+
+
+def test_another_device_has_the_defaults() -> None:
+    for found in shipped_choices():
+        assert choices_for(found.device, found.capability) is found
+        assert choices_for(found.device, found.capability + 1).entries == ()
+    found = choices_for("Another device", 120)
+    assert (found.device, found.capability, found.entries, found.pdl) == (
+        "Another device",
+        120,
+        (),
+        False,
+    )
+
+
+@pytest.fixture
+def profiles() -> tuple[Choices, ...]:
+    found = shipped_choices()
+    assert found
+    return found
+
+
+def test_shipped_profiles_name_a_device_each(profiles: tuple[Choices, ...]) -> None:
+    assert len({(found.device, found.capability) for found in profiles}) == len(profiles)
+    for found in profiles:
+        assert found.source.endswith(".json")
+        assert found.capability >= 90 or not (found.pdl or any(e.pdl for e in found.entries))
+
+
+def test_shipped_choices_are_those_of_kernels_that_ship(
+    profiles: tuple[Choices, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each entry is what some node of a preset runs with, and its template takes the values."""
+    used: set[int] = set()
+
+    def noted(find: Callable[..., bool]) -> Callable[..., bool]:
+        def fits(self: Entry, *given: Any) -> bool:
+            found = find(self, *given)
+            if found:
+                used.add(id(self))
+            return found
+
+        return fits
+
+    monkeypatch.setattr(Entry, "fits", noted(Entry.fits))
+    for found in profiles:
+        cases = shipped_cases(found)
+        for case in cases:
+            render(case.template, dict(case.holes), cache_dir=tmp_path)
+            assert case.num_warps in (1, 2, 4, 8, 16) and case.num_stages >= 1
+        for entry in found.entries:
+            assert id(entry) in used, f"{found.source}: no preset has {entry}"
+            assert set(entry.num_stages) <= set(ROW_BUCKETS)
+        assert len({str((e.op, e.dtype, sorted(e.sizes.items()))) for e in found.entries}) == len(
+            found.entries
+        )
