@@ -1,14 +1,14 @@
 """Choices: what was measured to be best for a node's kernels on one device, node by node.
 
-Profiles that ship lie in `profiles/tuned/`, one JSON file a device. Where none fits, or a node is
-not in it, a template's default stands; results are right either way.
+Profiles that ship lie in `profiles/tuned/`, one JSON file a device; `profile_store` looks further.
+Where none fits, or a node is not in it, a template's default stands; results are right either way.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -46,6 +46,12 @@ class Entry:
         sizes: symbols and attributes that a call must have for the entry to be its.
         tiles, num_warps: as in `Choice`; they order sums, so they hold for any number of rows.
         num_stages: by row tile, see `kernels.registry.row_bucket`.
+        pdl: whether this node is launched as a programmatic dependent; None: as the profile says.
+        template: hash of the template that was measured; None where it is not known.
+        versions: library versions that it was measured with, by name; those not named are not
+            known.
+        evidence: what was measured, for people.
+        source: the file it comes from.
     """
 
     op: str
@@ -54,6 +60,17 @@ class Entry:
     tiles: Mapping[str, int]
     num_warps: int
     num_stages: Mapping[int, int]
+    pdl: bool | None = None
+    template: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    source: str = field(default="", compare=False)
+
+    @property
+    def key(self) -> str:
+        """What it is for; a profile has one entry of a key."""
+        sizes = " ".join(f"{name}={value}" for name, value in sorted(self.sizes.items()))
+        return f"{self.op} {self.dtype} {sizes}".rstrip()
 
     def fits(self, op: str, sizes: Sizes, dtype: str) -> bool:
         return (op, dtype) == (self.op, self.dtype) and all(
@@ -68,7 +85,7 @@ class Choices:
     Args:
         device: its name, as the driver gives it.
         capability: its compute capability, 90 for 9.0.
-        entries: measured nodes.
+        entries: measured nodes; the first that fits a call is its.
         pdl: whether all kernels launch as programmatic dependents.
         source: where they come from, for people.
     """
@@ -79,17 +96,22 @@ class Choices:
     pdl: bool = False
     source: str = "default"
 
+    def entry(self, op: str, sizes: Sizes, dtype: str) -> Entry | None:
+        """The entry of a call, or None where none was measured."""
+        return next((e for e in self.entries if e.fits(op, sizes, dtype)), None)
+
     def find(self, op: str, sizes: Sizes, dtype: str, rows: int) -> Choice | None:
         """The choice of a call, or None where none was measured.
 
         Args:
             rows: the row tile of the call.
         """
-        for entry in self.entries:
-            if entry.fits(op, sizes, dtype):
-                stages = entry.num_stages[min(entry.num_stages, key=lambda r: abs(r - rows))]
-                return Choice(entry.tiles, entry.num_warps, stages, self.pdl)
-        return None
+        entry = self.entry(op, sizes, dtype)
+        if entry is None:
+            return None
+        stages = entry.num_stages[min(entry.num_stages, key=lambda r: abs(r - rows))]
+        pdl = self.pdl if entry.pdl is None else entry.pdl
+        return Choice(entry.tiles, entry.num_warps, stages, pdl)
 
 
 def parse_choices(text: str, where: str) -> Choices:
@@ -102,21 +124,80 @@ def parse_choices(text: str, where: str) -> Choices:
         document = json.loads(text)
         if document["schema"] != SCHEMA:
             raise ProfileError(f"{where}: expected schema {SCHEMA}, got {document['schema']!r}")
-        entries = tuple(
-            Entry(
-                op=found["op"],
-                dtype=found["dtype"],
-                sizes=found["sizes"],
-                tiles=found["tiles"],
-                num_warps=found["num_warps"],
-                num_stages={int(rows): count for rows, count in found["num_stages"].items()},
-            )
-            for found in document["choices"]
-        )
+        versions = dict(document.get("versions") or {})
+        entries = tuple(_parse_entry(found, versions, where) for found in document["choices"])
         device = document["device"]
         return Choices(device["name"], device["capability"], entries, document["pdl"], where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProfileError(f"{where}: expected a profile of choices, got {error!r}") from error
+
+
+def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: str) -> Entry:
+    stages = {int(rows): count for rows, count in found["num_stages"].items()}
+    if not stages:
+        raise ValueError("num_stages is empty")
+    return Entry(
+        op=found["op"],
+        dtype=found["dtype"],
+        sizes=dict(found["sizes"]),
+        tiles=dict(found["tiles"]),
+        num_warps=found["num_warps"],
+        num_stages=stages,
+        pdl=found.get("pdl"),
+        template=found.get("template"),
+        versions=dict(found.get("versions", versions)),
+        evidence=dict(found.get("evidence", {})),
+        source=where,
+    )
+
+
+def entry_document(entry: Entry) -> dict[str, Any]:
+    """An entry as `parse_choices` reads it; what is not known is left out."""
+    document: dict[str, Any] = {
+        "op": entry.op,
+        "dtype": entry.dtype,
+        "sizes": dict(entry.sizes),
+        "tiles": dict(entry.tiles),
+        "num_warps": entry.num_warps,
+        "num_stages": {str(rows): count for rows, count in sorted(entry.num_stages.items())},
+    }
+    if entry.pdl is not None:
+        document["pdl"] = entry.pdl
+    if entry.template is not None:
+        document["template"] = entry.template
+    if entry.versions:
+        document["versions"] = dict(sorted(entry.versions.items()))
+    if entry.evidence:
+        document["evidence"] = dict(entry.evidence)
+    return document
+
+
+def choices_document(choices: Choices) -> dict[str, Any]:
+    """A profile as `parse_choices` reads it."""
+    return {
+        "schema": SCHEMA,
+        "device": {"name": choices.device, "capability": choices.capability},
+        "pdl": choices.pdl,
+        "choices": [entry_document(entry) for entry in choices.entries],
+    }
+
+
+def layered(device: str, capability: int, layers: Iterable[Choices]) -> Choices:
+    """Several profiles of one device as one: of two entries for a call, the earlier layer's.
+
+    What a profile says of all kernels holds for its own entries; for nodes without one, the first
+    layer's word does.
+    """
+    layers = tuple(layers)
+    if not layers:
+        return Choices(device, capability)
+    entries = tuple(
+        replace(entry, pdl=layer.pdl if entry.pdl is None else entry.pdl)
+        for layer in layers
+        for entry in layer.entries
+    )
+    source = ", ".join(layer.source for layer in layers)
+    return Choices(device, capability, entries, layers[0].pdl, source)
 
 
 @cache

@@ -75,6 +75,10 @@ class ProfileError(DFlashGraphError):
     """A profile is damaged or of another format; the message says what was found."""
 
 
+class TuningError(DFlashGraphError):
+    """A measurement lost its device; the journal holds what was measured before."""
+
+
 class DeviceMemoryError(DFlashGraphError):
     """The device has less memory than the plan needs; the message holds the plan's numbers."""
 

@@ -51,7 +51,7 @@ Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=_INT32_MAX)]
 Finite = Annotated[float, Field(ge=-_FLOAT32_MAX, le=_FLOAT32_MAX, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
-HeadPath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty)]
+NamedPath = Annotated[Path, Field(strict=False), BeforeValidator(_not_empty)]
 StopText = Annotated[str, Field(min_length=1)]
 
 
@@ -100,7 +100,9 @@ class EngineOptions(_Options):
         public_vocab: head rows that may be emitted; None: the tokenizer's size, else all rows.
         prefix_cache_bytes: state of ended requests and processed prompts that is kept, so that a
             later prompt which begins with theirs skips that prefill; 0 keeps none.
-        cuda_graphs: capture rounds in CUDA Graphs; has no meaning on the CPU.
+        cuda_graphs: capture rounds in CUDA Graphs; only the lowering ``"triton"`` captures.
+        profile: file of measured kernel choices that goes before the user's and those that ship;
+            has no meaning on the CPU.
 
     Raises:
         OptionError: a field is ill-typed or out of range, or two contradict each other.
@@ -119,7 +121,7 @@ class EngineOptions(_Options):
     )
     max_context: Count = Field(default=8192, description="an integer 1..2^31-1 (tokens)")
     prefill_chunk: Count = Field(default=1024, description="an integer 1..2^31-1 (tokens)")
-    proposal_head: HeadPath | None = Field(
+    proposal_head: NamedPath | None = Field(
         default=None, description="a path of an indexed head or None"
     )
     draft_tree: Annotated[int, Field(ge=2, le=MAX_TREE_COLUMNS)] | Literal["auto"] | None = Field(
@@ -136,6 +138,9 @@ class EngineOptions(_Options):
         default=0, description="an integer >= 0 (bytes)"
     )
     cuda_graphs: bool = Field(default=True, description="True or False")
+    profile: NamedPath | None = Field(
+        default=None, description="a path of a file of kernel choices or None"
+    )
 
     @model_validator(mode="after")
     def _check_tree(self) -> Self:

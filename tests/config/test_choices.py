@@ -14,7 +14,10 @@ from dflash_graph.choices import (
     Choice,
     Choices,
     Entry,
+    choices_document,
     choices_for,
+    entry_document,
+    layered,
     parse_choices,
     shipped_choices,
 )
@@ -119,6 +122,70 @@ def test_row_tiles_are_numbers() -> None:
     entry = {**document()["choices"][0], "num_stages": {"few": 3}}
     with pytest.raises(ProfileError, match=r"a.json: expected .*invalid literal"):
         parsed(choices=[entry])
+
+
+def test_stages_of_no_row_tile_are_refused() -> None:
+    entry = {**document()["choices"][0], "num_stages": {}}
+    with pytest.raises(ProfileError, match=r"a.json: expected .*num_stages is empty"):
+        parsed(choices=[entry])
+
+
+def test_what_an_entry_may_leave_out_is_not_known() -> None:
+    (entry,) = parsed().entries
+    assert (entry.template, entry.versions, entry.evidence) == (None, {}, {})
+    assert entry.source == "a.json"
+    full = {**document()["choices"][0], "template": "0f", "evidence": {"margin": 0.1}}
+    (entry,) = parsed(choices=[full], versions={"torch": "2.0"}).entries
+    assert (entry.template, entry.versions, entry.evidence) == (
+        "0f",
+        {"torch": "2.0"},
+        {"margin": 0.1},
+    )
+    own = {**full, "versions": {"torch": "3.0"}}
+    (entry,) = parsed(choices=[own], versions={"torch": "2.0", "triton": "3.6"}).entries
+    assert entry.versions == {"torch": "3.0"}
+    assert entry_document(entry) == own
+
+
+def test_a_document_is_read_as_what_was_written() -> None:
+    found = parsed()
+    again = parse_choices(json.dumps(choices_document(found)), "a.json")
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_other"),
+    [
+        ({}, False),
+        ({"tiles": {}, "num_warps": 1, "num_stages": {"16": 1}}, False),
+        ({"op": "linear_norm"}, True),
+        ({"dtype": "bfloat16"}, True),
+        ({"sizes": {"O": 19, "I": 46}}, True),
+        ({"sizes": {"O": 19}}, True),
+    ],
+)
+def test_a_key_is_op_dtype_and_sizes(changes: dict[str, Any], is_other: bool) -> None:
+    (first,) = parsed().entries
+    (second,) = parsed(choices=[{**document()["choices"][0], **changes}]).entries
+    assert (first.key != second.key) is is_other
+
+
+def test_earlier_layers_go_first() -> None:
+    base = document()["choices"][0]
+    other = {**base, "sizes": {"O": 7, "I": 45}, "num_warps": 2}
+    first = parsed(choices=[base], pdl=False)
+    second = parse_choices(
+        json.dumps(document(choices=[{**base, "num_warps": 1}, other])), "b.json"
+    )
+    found = layered("A device", 90, [first, second])
+    assert (found.source, found.pdl) == ("a.json, b.json", False)
+    choice = found.find("linear", Sizes(O=19, I=45), "float32", 16)
+    assert choice is not None and (choice.num_warps, choice.pdl) == (8, False)
+    choice = found.find("linear", Sizes(O=7, I=45), "float32", 16)
+    assert choice is not None and (choice.num_warps, choice.pdl) == (2, True)
+    entry = found.entry("linear", Sizes(O=7, I=45), "float32")
+    assert entry is not None and entry.source == "b.json"
+    assert layered("A device", 90, []) == Choices("A device", 90)
 
 
 def test_a_kernel_takes_what_its_device_measured() -> None:

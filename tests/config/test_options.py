@@ -20,6 +20,7 @@ def test_defaults_are_those_documented() -> None:
     assert options.speculative and options.cuda_graphs
     assert options.draft_causality == "none"
     assert options.proposal_head is options.draft_tree is options.public_vocab is None
+    assert options.profile is None
     params = SamplingParams()
     assert params.is_greedy
     assert (params.top_k, params.top_p, params.min_p, params.seed) == (0, 1.0, 0.0, 0)
@@ -39,6 +40,7 @@ def test_defaults_are_those_documented() -> None:
         {"public_vocab": 1},
         {"draft_causality": "sliding"},
         {"proposal_head": Path("head.safetensors")},
+        {"profile": Path("profile.json")},
         {"device": "cuda", "dtype": "float32", "lowering": "eager"},
     ],
 )
@@ -65,6 +67,8 @@ def test_engine_options_keep_legal_values(values: dict[str, Any]) -> None:
         ("prefill_chunk", -1, "an integer 1.."),
         ("proposal_head", "", "a path"),
         ("proposal_head", 3, "a path"),
+        ("profile", "", "a path"),
+        ("profile", 3, "a path"),
         ("draft_tree", 1, "2..32"),
         ("draft_tree", 33, "2..32"),
         ("draft_tree", "all", "'auto'"),
@@ -149,7 +153,7 @@ def test_options_are_frozen_hashable_and_replaced_with_checks() -> None:
 
 
 def test_options_survive_json() -> None:
-    options = EngineOptions(proposal_head="head", draft_tree="auto")
+    options = EngineOptions(proposal_head="head", draft_tree="auto", profile="a.json")
     assert EngineOptions.model_validate_json(options.model_dump_json()) == options
     params = SamplingParams(stop=["a"], stop_token_ids=[1], temperature=0.5)
     assert SamplingParams.model_validate_json(params.model_dump_json()) == params
