@@ -24,12 +24,14 @@ if TYPE_CHECKING:
         GraphError,
         NonFiniteLogitsError,
         OptionError,
+        ProfileError,
         RequestError,
         ShapeError,
     )
     from dflash_graph.models.pair import ModelPair
     from dflash_graph.models.round import declare_prefill, declare_round
     from dflash_graph.options import EngineOptions, SamplingParams
+    from dflash_graph.profile.document import Profile
     from dflash_graph.request import Event, Generation, Request
     from dflash_graph.rounds import Model, Rounds, compile_rounds
     from dflash_graph.statistics import RoundRecord, Statistics
@@ -53,6 +55,8 @@ __all__ = [
     "ModelPair",
     "NonFiniteLogitsError",
     "OptionError",
+    "Profile",
+    "ProfileError",
     "Request",
     "RequestError",
     "RoundRecord",
@@ -76,6 +80,7 @@ _MODULES: Final = {
     "Generation": "request",
     "Model": "rounds",
     "ModelPair": "models.pair",
+    "Profile": "profile.document",
     "Request": "request",
     "RoundRecord": "statistics",
     "Rounds": "rounds",

@@ -16,6 +16,8 @@ from dflash_graph import demo
 from dflash_graph.contexts import Checkpoint
 from dflash_graph.errors import EngineClosedError, RequestError
 from dflash_graph.options import EngineOptions, SamplingParams
+from dflash_graph.profile.build import started_profile
+from dflash_graph.profile.document import Ceiling, Profile
 from dflash_graph.request import Event, Generation, Preview, Request
 from dflash_graph.rounds import Model, Progress, Rounds, compile_rounds
 from dflash_graph.scheduler import Scheduler
@@ -312,6 +314,28 @@ class Engine:
     def statistics(self) -> Statistics:
         """Counts over every request of this engine."""
         return self.scheduler.statistics
+
+    def profile(
+        self, *, name: str | None = None, context: int = 0, ceiling: Ceiling | None = None
+    ) -> Profile:
+        """What this start-up built: nodes with their kernels, plans, memory, start-up, acceptance.
+
+        Times of rounds are not in it: `dflash-graph profile build --measure` takes them.
+
+        Args:
+            name: of the pair, for people; by default the architectures.
+            context: tokens before the block that costs are for.
+            ceiling: what floors stand on.
+        """
+        with self._lock:
+            pair = self.rounds.model.pair
+            return started_profile(
+                self.rounds,
+                name=name or f"{pair.target.architecture} with {pair.draft_name}",
+                context=context,
+                ceiling=ceiling,
+                statistics=self.statistics,
+            )
 
     @property
     def is_idle(self) -> bool:

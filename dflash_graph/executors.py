@@ -134,6 +134,8 @@ class Executor:
         self.segments = tuple(bind(schedule, self.tensors) for schedule in compiled.schedules)
         self._returns = tuple(bool(graph.by_role("output")) for graph in compiled.graphs)
         self._captured: tuple[torch.cuda.CUDAGraph, ...] = ()
+        #: How often the first segment ran.
+        self.runs = 0
 
     def run(self, index: int = 0, probe: Probe | None = None) -> None:
         """Run one segment over what its input frame holds; its results are in the result frame.
@@ -143,12 +145,14 @@ class Executor:
         if probe is None:
             self.run_queued(index)
         else:
+            self.runs += not index
             self._launch(index, probe)
         if self._returns[index] and self.arena.is_cuda:
             torch.cuda.current_stream().synchronize()
 
     def run_queued(self, index: int = 0) -> None:
         """Queue one segment on the current stream and wait for nothing."""
+        self.runs += not index
         if self._captured:
             self._captured[index].replay()
         else:

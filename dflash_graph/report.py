@@ -6,10 +6,11 @@ same plans that are allocated later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dflash_graph.choices import Choices
 from dflash_graph.frame import input_layout, output_layout
 from dflash_graph.geometry import TargetGeometry
 from dflash_graph.graph import Backend, Graph
@@ -86,7 +87,7 @@ def plan_text(plan: Plan) -> str:
         f"ratio {plan.ratio:.4f}\n"
         f"{len(plan.buffers)} buffers over {len(plan.steps)} steps; "
         f"retained from one segment to the next: {_both(facts['retained_bytes'])}\n\n"
-        + _table(head, rows)
+        + text_table(head, rows)
     )
 
 
@@ -144,7 +145,7 @@ def state_text(state: StatePlan, capacities: Capacities) -> str:
     ]
     total = ("total", "", "", size_text(facts["request_bytes"]), size_text(facts["nbytes"]))
     head = ("state", "pool", "per unit", f"a request of {capacities.context}", "in all", "bytes")
-    return _table(head, [*rows, (*total, str(facts["nbytes"]))])
+    return text_table(head, [*rows, (*total, str(facts["nbytes"]))])
 
 
 def record_bytes(target: TargetGeometry, dtype: str) -> int:
@@ -231,6 +232,7 @@ def plan_memory(
     max_batch: int,
     prefill_chunk: int,
     capacities: Capacities,
+    choices: Choices | None = None,
 ) -> MemoryReport:
     """Plan everything that serving a pair allocates.
 
@@ -241,6 +243,7 @@ def plan_memory(
         max_batch: rounds are planned for every B from 1 to this.
         prefill_chunk: tokens of a prefill chunk.
         capacities: slots, context and pages of the state.
+        choices: of the device that kernels are for; they decide about workspace.
 
     Raises:
         OptionError: a number is out of range.
@@ -253,6 +256,25 @@ def plan_memory(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
     )
+    return startup_memory(pair, segments, draft_tokens + 1, capacities, choices)
+
+
+def startup_memory(
+    pair: ModelPair,
+    segments: Mapping[str, tuple[Graph, ...]],
+    columns: int,
+    capacities: Capacities,
+    choices: Choices | None = None,
+) -> MemoryReport:
+    """The report of segments that `declare_startup` gave.
+
+    Args:
+        pair: target and draft.
+        segments: by executor.
+        columns: W.
+        capacities: slots, context and pages of the state.
+        choices: of the device that kernels are for.
+    """
     return MemoryReport(
         weights=weight_bytes(
             value.weight
@@ -261,10 +283,10 @@ def plan_memory(
             for value in graph.by_role("weight")
             if value.weight is not None
         ),
-        state=plan_state(declare_state(pair, draft_tokens + 1), capacities),
+        state=plan_state(declare_state(pair, columns), capacities),
         capacities=capacities,
         executors=tuple(
-            _executor_memory(name, graphs, capacities) for name, graphs in segments.items()
+            _executor_memory(name, graphs, capacities, choices) for name, graphs in segments.items()
         ),
         record_bytes=record_bytes(pair.target, pair.dtype),
     )
@@ -315,21 +337,23 @@ def memory_text(report: MemoryReport) -> str:
     ]
     return "\n".join(
         (
-            _table(
+            text_table(
                 ("memory", "size", "bytes"),
                 [(name, size_text(nbytes), str(nbytes)) for name, nbytes in totals],
             ),
             state_text(report.state, report.capacities),
-            _table(("executor", "arena", "peak / bound", "retained", "frames"), executors),
+            text_table(("executor", "arena", "peak / bound", "retained", "frames"), executors),
             f"records (in the arena): {_both(report.record_bytes)} a column of a request\n",
         )
     )
 
 
-def _executor_memory(name: str, graphs: Sequence[Graph], capacities: Capacities) -> ExecutorMemory:
+def _executor_memory(
+    name: str, graphs: Sequence[Graph], capacities: Capacities, choices: Choices | None
+) -> ExecutorMemory:
     numbers = capacities.bindings()
     frames = input_layout(graphs, numbers).nbytes, output_layout(graphs, numbers).nbytes
-    return ExecutorMemory(name, plan([lowered(graph) for graph in graphs]), frames)
+    return ExecutorMemory(name, plan([lowered(graph, choices) for graph in graphs]), frames)
 
 
 def _chain(values: Sequence[str]) -> str:
@@ -344,7 +368,7 @@ def _both(nbytes: int) -> str:
     return text if text.endswith(" B") else f"{text} ({nbytes} B)"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns under headings; those whose cells begin with a number are set right."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]

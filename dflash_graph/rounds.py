@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dflash_graph.ahead_of_time import precompile
 from dflash_graph.checkpoint import Checkpoint, draft_layout, target_layout
-from dflash_graph.choices import Choices, choices_for
+from dflash_graph.choices import Choices
 from dflash_graph.errors import DeviceMemoryError, OptionError
 from dflash_graph.executors import (
     Compiled,
@@ -48,6 +48,7 @@ from dflash_graph.models.round import (
 )
 from dflash_graph.options import EngineOptions
 from dflash_graph.passes.combine import combine
+from dflash_graph.profile_store import device_identity, lookup
 from dflash_graph.state import Capacities, StatePools, plan_state
 from dflash_graph.tensor import WeightUse
 from dflash_graph.weights import WeightStore, random_weights
@@ -63,6 +64,14 @@ SMALLEST_CHUNK = 16
 
 
 @dataclass(frozen=True)
+class CaptureCost:
+    """What the capture of one executor took: seconds, and bytes of device memory."""
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Model:
     """A loaded pair.
 
@@ -70,11 +79,13 @@ class Model:
         pair: geometry and the choices that shape graphs.
         weights: tensor of every weight use of the pair's graphs.
         eos_token_ids: ids at which a request stops unless it asks not to.
+        load_seconds: what reading the weights took, None where none were read.
     """
 
     pair: ModelPair
     weights: Mapping[WeightUse, Tensor]
     eos_token_ids: tuple[int, ...] = ()
+    load_seconds: float | None = None
 
     @classmethod
     def load(
@@ -119,13 +130,16 @@ class Model:
         _log_causality(pair)
         assert options.lowering is not None
         uses = weight_uses(pair, options.lowering)
+        start = time.perf_counter()
         checkpoints = {"target": Checkpoint.open(target_dir, target_layout(target))}
         if draft_dir is not None and pair.draft is not None:
             checkpoints["draft"] = Checkpoint.open(draft_dir, draft_layout(pair.draft))
         read = None if progress is None else _named(progress, "weights")
         weights = WeightStore.load(checkpoints, uses, options.device, read)
         store = {use: weights[use] for use in weights}
-        return cls(pair, store, read_generation_config(target_dir))
+        _settle(options.device)
+        seconds = time.perf_counter() - start
+        return cls(pair, store, read_generation_config(target_dir), seconds)
 
     @classmethod
     def random(cls, pair: ModelPair, options: EngineOptions, *, seed: int = 0) -> Model:
@@ -186,7 +200,7 @@ class Rounds(Mapping[int, RoundExecutor]):
         self.columns = self.draft_tokens + 1
         self.capacities = Capacities(options.max_batch, options.max_context)
         #: What kernels are chosen by; None where templates' defaults stand.
-        self.choices = _device_choices() if options.device == "cuda" else None
+        self.choices = _device_choices(options.profile) if options.device == "cuda" else None
         pair = model.pair
         segments = declare_startup(
             pair,
@@ -195,18 +209,23 @@ class Rounds(Mapping[int, RoundExecutor]):
             max_batch=options.max_batch,
             prefill_chunk=self.chunk_tokens(options.prefill_chunk),
         )
+        #: Seconds of each stage of this start-up.
+        self.startup: dict[str, float] = {}
         compiled: dict[str, Compiled] = {}
-        for done, (name, graphs) in enumerate(segments.items()):
-            _report(progress, "graphs", done, len(segments))
-            compiled[name] = compile_segments(graphs, self.capacities, self.choices)
+        with self._timed("graphs"):
+            for done, (name, graphs) in enumerate(segments.items()):
+                _report(progress, "graphs", done, len(segments))
+                compiled[name] = compile_segments(graphs, self.capacities, self.choices)
         _report(progress, "graphs", len(segments), len(segments))
+        #: What was planned, by name; executors of prefill are bound when they are needed.
+        self.compiled: Mapping[str, Compiled] = compiled
         self.plans = tuple(c.plan for c in compiled.values())
         self.state_plan = plan_state(declare_state(pair, self.columns), self.capacities)
         self._check_memory(options.device)
-        #: Seconds of each stage of this start-up.
-        self.startup: dict[str, float] = {}
         #: Device memory that captured graphs take.
         self.graph_bytes = 0
+        #: What each captured executor took of it, and how long, by name.
+        self.captures: dict[str, CaptureCost] = {}
         if self.backend == "triton":
             with self._timed("compile"):
                 self._compile_kernels(compiled.values(), progress)
@@ -231,6 +250,8 @@ class Rounds(Mapping[int, RoundExecutor]):
         if self.backend == "triton" and options.device == "cuda" and options.cuda_graphs:
             with self._timed("capture"):
                 self._capture(progress)
+        for executor in self.executors().values():
+            executor.runs = 0
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -248,6 +269,20 @@ class Rounds(Mapping[int, RoundExecutor]):
 
     def __len__(self) -> int:
         return len(self._greedy)
+
+    def executors(self) -> dict[str, Executor]:
+        """Every executor that is bound by now, by the name it is declared under."""
+        found: dict[str, Executor] = {}
+        for batch in self:
+            found[f"round B={batch}"] = self._greedy[batch]
+            found[f"sampling B={batch}"] = self.sampling[batch]
+        for (tokens, embeddings), chunk in sorted(self._chunks.items()):
+            found[f"prefill {'with embeddings ' if embeddings else ''}{tokens}"] = chunk
+        found["first token"] = self.first_token
+        found["sampled first token"] = self.first_sampled
+        if self.catch_up is not None:
+            found["catch-up"] = self.catch_up
+        return found
 
     def chunk_tokens(self, live: int) -> int:
         """Physical tokens of the prefill chunk that holds `live` ones."""
@@ -316,21 +351,32 @@ class Rounds(Mapping[int, RoundExecutor]):
                 if small is not None:
                     small.run()
                     _settle(self.options.device)
+        if self.options.device == "cuda":
+            # Libraries tune their kernels at the first chunk, whatever its length.
+            chunk = self.prefill(SMALLEST_CHUNK)
+            pages = [list(range(self.capacities.request_pages))]
+            chunk.inputs.fill(live_columns=[1], page_table=pages)
+            chunk.run()
+            _settle(self.options.device)
         self.state.storage.zero_()
         _report(progress, "warm up", len(executors), len(executors))
 
     def _capture(self, progress: Progress | None) -> None:
         """One pair of CUDA Graphs for each exact batch."""
-        small = [e for e in (self.first_token, self.first_sampled, self.catch_up) if e is not None]
-        executors = (*self._greedy.values(), *self.sampling.values(), *small)
+        found = self.executors()
+        executors = {name: found[name] for name in found if not name.startswith("prefill")}
         stream = torch.cuda.Stream()
         _settle(self.options.device)
-        before, _ = torch.cuda.mem_get_info()
-        for done, executor in enumerate(executors):
+        first = before = torch.cuda.mem_get_info()[0]
+        for done, (name, executor) in enumerate(executors.items()):
             _report(progress, "capture", done, len(executors))
+            start = time.perf_counter()
             executor.capture(stream)
-        _settle(self.options.device)
-        self.graph_bytes = max(0, before - torch.cuda.mem_get_info()[0])
+            _settle(self.options.device)
+            free = torch.cuda.mem_get_info()[0]
+            self.captures[name] = CaptureCost(time.perf_counter() - start, max(0, before - free))
+            before = free
+        self.graph_bytes = max(0, first - before)
         _report(progress, "capture", len(executors), len(executors))
 
     def _check_memory(self, device: str) -> None:
@@ -396,9 +442,9 @@ def _available_bytes(device: str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _device_choices() -> Choices:
-    major, minor = torch.cuda.get_device_capability()
-    return choices_for(torch.cuda.get_device_name(), 10 * major + minor)
+def _device_choices(profile: Path | None) -> Choices:
+    """What is measured for this device; looked up, never measured here."""
+    return lookup(device_identity(), profile)
 
 
 def _settle(device: str | None) -> None:

@@ -25,11 +25,14 @@ LEVELS = (
     {"models"},
     {"choices"},
     {"passes"},
-    {"planner", "export", "rendering", "profile", "profile_store"},
+    {"planner", "export", "rendering", "profile_store"},
     {"kernels"},
     {"ahead_of_time", "lowering", "capture", "weights", "state", "report", "checkpoint", "frame"},
     {"executors", "rounds"},
-    {"engine", "scheduler", "contexts", "request", "statistics", "stop_text", "submission", "text"},
+    {
+        *("engine", "scheduler", "contexts", "request", "statistics", "stop_text", "submission"),
+        *("text", "profile"),
+    },
     {"__init__"},  # the public names: only the outermost level imports `dflash_graph` itself
     {"cli", "testing", "autotune", "bench", "__main__"},
 )

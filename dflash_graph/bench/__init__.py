@@ -2,7 +2,13 @@
 
 from dflash_graph.bench.document import bench_document, bench_text
 from dflash_graph.bench.floor import floor_bytes, read_ceiling
-from dflash_graph.bench.rounds import RoundTimes, fill_state, measure_round, round_frame
+from dflash_graph.bench.rounds import (
+    RoundTimes,
+    fill_state,
+    measure_round,
+    require_launches,
+    round_frame,
+)
 
 __all__ = [
     "RoundTimes",
@@ -12,5 +18,6 @@ __all__ = [
     "floor_bytes",
     "measure_round",
     "read_ceiling",
+    "require_launches",
     "round_frame",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dflash_graph.bench.timing import captured, interleaved, medians
+from dflash_graph.errors import OptionError
 from dflash_graph.executors import RoundExecutor
 from dflash_graph.lowering.segment import Launch
 from dflash_graph.models.pair import PAGE_SIZE
@@ -106,7 +107,13 @@ def measure_round(
         turns: rounds that are timed.
         ops: also replay the launches of each op alone.
         sampling: sampling values by field; the sampling executor then runs.
+
+    Raises:
+        OptionError: launches of ops were asked of a lowering that compiles several ops as one, or
+            that cannot be captured.
     """
+    if ops:
+        require_launches(rounds.backend)
     executor = rounds[batch] if sampling is None else rounds.sampling[batch]
     fields = round_frame(rounds, batch, context) | (sampling or {})
     fields = {name: value for name, value in fields.items() if name in executor.inputs}
@@ -125,6 +132,18 @@ def measure_round(
         (quartiles[2] - quartiles[0]) / 2,
         _op_times(executor, turns) if ops else (),
     )
+
+
+def require_launches(lowering: str) -> None:
+    """Refuse times of single ops where they are no launches that can be captured.
+
+    Raises:
+        OptionError: the lowering is not triton.
+    """
+    if lowering != "triton":
+        raise OptionError(
+            f"ops: expected lowering 'triton' (its ops are launches of their own), got {lowering!r}"
+        )
 
 
 def _op_times(executor: RoundExecutor, turns: int) -> tuple[tuple[str, int, float], ...]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dflash_graph.cli import bench, demo, doctor, generate, graph, plan
+from dflash_graph.cli import autotune, bench, demo, doctor, generate, graph, plan, profile
 from dflash_graph.cli.output import INTERRUPTED, print_error
 from dflash_graph.errors import DFlashGraphError
 
@@ -50,6 +50,8 @@ app = typer.Typer(
 )
 for _module in (demo, generate, bench, graph, plan, doctor):
     app.command(_module.NAME, short_help=_module.SHORT, epilog=_module.EPILOG)(_module.command)
+app.add_typer(profile.app)
+app.add_typer(autotune.app)
 
 
 class _StderrHandler(logging.Handler):

@@ -44,22 +44,27 @@ def command(
     lowering: Annotated[Lowering, typer.Option(help="How nodes run.")] = Lowering.triton,
     dtype: GraphDtype = Dtype.bfloat16,
     cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="Capture rounds.")
+        bool,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs", help="Capture rounds, or launch kernels one by one."
+        ),
     ] = True,
     ops: Annotated[bool, typer.Option("--ops", help="Also time the launches of each op.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Start rounds as an engine would, and time each exact batch on the device.
 
-    The floor is the time that the weights a round reads take at the device's read ceiling, which is
-    measured in the same run.
+    Needs a CUDA device. The floor is the time that the weights a round reads take at the device's
+    read ceiling, which is measured in the same run.
     """
     if (geometry is None) == (target is None):
         raise typer.BadParameter("give either --geometry or --target")
     if random_weights != (geometry is not None):
         raise typer.BadParameter("--geometry has no weights: --random-weights goes with it alone")
+    if geometry is not None and draft is not None:
+        raise typer.BadParameter("--draft goes with --target; a geometry has its own")
     batches = sorted(set(batch or [1]))
-    from dflash_graph.bench import bench_document, bench_text
+    from dflash_graph.bench import bench_document, bench_text, require_launches
     from dflash_graph.options import EngineOptions
     from dflash_graph.rounds import Model, compile_rounds
     from dflash_graph.submission import require_built
@@ -74,6 +79,8 @@ def command(
         cuda_graphs=cuda_graphs,
     ).resolved()
     require_built(options)
+    if ops:
+        require_launches(lowering.value)
     with progress() as report:
         if geometry is not None:
             model = Model.random(_pair(geometry, dtype), options)

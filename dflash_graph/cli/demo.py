@@ -83,10 +83,12 @@ def command(
     ] = 96,
     lowering: Annotated[
         Lowering,
-        typer.Option(help="eager starts at once; inductor compiles for a minute first."),
+        typer.Option(
+            help="eager starts at once, inductor and triton compile first; triton needs cuda."
+        ),
     ] = Lowering.eager,
     device: Annotated[
-        Device, typer.Option(help="There are no CUDA kernels yet, so the CPU by default.")
+        Device, typer.Option(help="Where to run; kernels for cuda come with --lowering triton.")
     ] = Device.cpu,
     as_json: AsJson = False,
 ) -> None:

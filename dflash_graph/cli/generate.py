@@ -121,7 +121,8 @@ def command(
     lowering: Annotated[
         Lowering | None,
         typer.Option(
-            help="eager starts at once; inductor, the default on the CPU, compiles for a minute.",
+            help="eager starts at once; inductor, the default on the CPU, compiles for a minute; "
+            "triton, the default on cuda, compiles at the first start.",
         ),
     ] = None,
     draft_causality: Annotated[

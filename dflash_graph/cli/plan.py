@@ -8,6 +8,7 @@ import typer
 
 from dflash_graph.cli.output import AsJson, print_json, write
 from dflash_graph.cli.selection import (
+    DeviceProfile,
     Draft,
     Dtype,
     GraphBackend,
@@ -17,6 +18,7 @@ from dflash_graph.cli.selection import (
     PrefillChunk,
     Preset,
     Target,
+    select_choices,
     select_pair,
 )
 from dflash_graph.errors import OptionError
@@ -31,6 +33,7 @@ EPILOG: Final = """\b
 Examples:
   dflash-graph plan --preset qwen3.5-27b-dflash2
   dflash-graph plan --preset qwen3.5-27b-dflash2 --max-batch 8 --max-context 32768
+  dflash-graph plan --preset qwen3.5-27b-dflash2 --backend triton --device-profile "NVIDIA H200"
   dflash-graph plan --preset demo-dflash2 --buffers 4
   dflash-graph plan --target TARGET_DIR --draft DRAFT_DIR --json"""
 
@@ -49,6 +52,7 @@ def command(
     ] = 8192,
     prefill_chunk: PrefillChunk = 1024,
     backend: GraphBackend = Lowering.eager,
+    device_profile: DeviceProfile = None,
     dtype: GraphDtype = Dtype.bfloat16,
     buffers: Annotated[
         str | None,
@@ -74,6 +78,7 @@ def command(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         capacities=Capacities(max_batch, max_context),
+        choices=select_choices(device_profile),
     )
     if buffers is not None:
         executor = _executor(memory, buffers)

@@ -11,6 +11,7 @@ import typer
 from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
+    from dflash_graph.choices import Choices
     from dflash_graph.models.pair import ModelPair
 
 DEFAULT_DRAFT_TOKENS: Final = 7
@@ -75,6 +76,14 @@ GraphDtype = Annotated[Dtype, typer.Option("--dtype", help="Of weights and activ
 Batch = Annotated[
     int, typer.Option(min=1, max=MAX_BATCH, metavar="N", help="B, requests in the round.")
 ]
+DeviceProfile = Annotated[
+    str | None,
+    typer.Option(
+        "--device-profile",
+        metavar="NAME",
+        help="Choices of kernels measured on this device, such as 'NVIDIA H200'.",
+    ),
+]
 PrefillChunk = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of one prefill pass.")]
 
 
@@ -126,3 +135,21 @@ def select_pair(
         raise typer.BadParameter(f"--draft-tokens {draft_tokens} needs a draft: give --draft")
     used = draft_geometry if draft_tokens else None
     return ModelPair(geometry, used, dtype=dtype.value, public_vocab=public_vocab), draft_tokens
+
+
+def select_choices(device: str | None) -> Choices | None:
+    """The shipped choices of a device by its name; None: templates' defaults.
+
+    Raises:
+        OptionError: no profile of that name ships.
+    """
+    if device is None:
+        return None
+    from dflash_graph.choices import shipped_choices
+    from dflash_graph.errors import OptionError
+
+    found = {choices.device: choices for choices in shipped_choices()}
+    if device not in found:
+        known = ", ".join(map(repr, found))
+        raise OptionError(f"device-profile: expected one of {known}, got {device!r}")
+    return found[device]

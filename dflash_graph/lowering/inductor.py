@@ -24,8 +24,8 @@ from dflash_graph.passes.schedule import Schedule
 
 
 def bind(schedule: Schedule, tensors: Mapping[str, Tensor]) -> Segment:
-    """Bind a fused schedule; compilation itself happens at the first run (see
-    `RoundExecutor.warm_up`).
+    """Bind a fused schedule; compilation itself happens at the first run: the warm-up of
+    `Rounds`.
 
     Args:
         tensors: every value of the graph that is stored: arena views, frame fields, weights, state.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -55,9 +57,40 @@ def cli() -> Cli:
     return run
 
 
+@pytest.fixture(scope="session")
+def measured_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of real rounds of the demo pair."""
+    path = tmp_path_factory.mktemp("profiles") / "measured.json"
+    sizes = ("--max-batch", "1", "--max-context", "256", "--context", "100", "--turns", "3")
+    build = ("profile", "build", "--preset", "demo-dflash2", "--measure", *sizes, "-o", str(path))
+    done = CliRunner().invoke(app, build, prog_name=PROGRAM)
+    assert done.exit_code == 0, done.output
+    return path
+
+
+@pytest.fixture(scope="session")
+def rounds_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of rounds with seven drafts, as `generate --json` prints them."""
+    rounds = [
+        {"proposed": 7, "accepted": found, "licensed": found + 1, "committed": found + 1}
+        for found in (0, 1, 2, 3, 7)
+    ]
+    path = tmp_path_factory.mktemp("rounds") / "rounds.json"
+    path.write_text(json.dumps({"prompts": [{"rounds": rounds}]}))
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A working folder with the names that examples use."""
+def folder(
+    tmp_path: Path, measured_file: Path, rounds_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A working folder with the names that examples use, and no choices of the user's own."""
+    monkeypatch.setenv("DFLASH_GRAPH_PROFILES", str(tmp_path / "choices"))
+    tuned = files("dflash_graph.profiles") / "tuned" / "nvidia-h200.json"
+    (tmp_path / "CHOICES").write_text(tuned.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "measured.json").symlink_to(measured_file)
+    (tmp_path / "rounds.json").symlink_to(rounds_file)
+    (tmp_path / "PROFILES_DIR").symlink_to(measured_file.parent)
     (tmp_path / "TARGET_DIR").symlink_to(demo.target_directory())
     (tmp_path / "DRAFT_DIR").symlink_to(demo.draft_directory("dflash2"))
     (tmp_path / "prompt.txt").write_text("import os\n")

@@ -183,6 +183,67 @@ def test_prompt_files_that_are_refused(
     assert message in done.stderr
 
 
+# -- bench -----------------------------------------------------------------------------------------
+
+RANDOM = ("--geometry", "demo-dflash2", "--random-weights")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        RANDOM,
+        (*RANDOM, "--json"),
+        (*RANDOM, "--lowering", "eager", "--no-cuda-graphs", "--batch", 8, "--ops"),
+        PAIR,
+        ("--target", "/nonexistent"),
+    ],
+)
+def test_bench_without_a_device_is_one_error(
+    cli: Run, arguments: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = cli("bench", *arguments)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "error: device: expected 'cpu' (torch sees no CUDA device), got 'cuda'\n"
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_bench_has_no_times_of_ops_that_are_no_launches(
+    cli: Run, lowering: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    done = cli("bench", *RANDOM, "--lowering", lowering, "--ops")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ops: expected lowering 'triton'")
+    assert done.stderr.endswith(f"got '{lowering}'\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --geometry or --target"),
+        ((*RANDOM, "--draft", "x"), "--draft goes with --target"),
+        ((*RANDOM, "--target", "x"), "give either --geometry or --target"),
+        (("--geometry", "demo-dflash2"), "--random-weights goes with it alone"),
+        (("--target", "x", "--random-weights"), "--random-weights goes with it alone"),
+        ((*RANDOM, "--batch", 0), "--batch"),
+        ((*RANDOM, "--batch", 1, "--batch", 9), "--batch"),
+        ((*RANDOM, "--draft-tokens", 0), "--draft-tokens"),
+        ((*RANDOM, "--draft-tokens", 16), "--draft-tokens"),
+        ((*RANDOM, "--context", 0), "--context"),
+        ((*RANDOM, "--turns", 1), "--turns"),
+        ((*RANDOM, "--lowering", "cublas"), "--lowering"),
+        ((*RANDOM, "--dtype", "float16"), "--dtype"),
+    ],
+)
+def test_bench_options_that_are_refused(
+    cli: Run, arguments: tuple[object, ...], message: str
+) -> None:
+    done = cli("bench", *arguments)
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
 # -- graph -----------------------------------------------------------------------------------------
 
 
@@ -284,6 +345,16 @@ def test_plan_is_what_the_engine_allocates(
             for tensor in engine.rounds.model.weights.values()
         }
         assert found["weights"]["nbytes"] == sum(storages.values())
+
+
+def test_plan_for_a_device_that_was_measured(cli: Run) -> None:
+    triton = ("plan", *BIG, "--backend", "triton", "--json")
+    measured = document(cli(*triton, "--device-profile", "NVIDIA H200"))
+    assert measured["arena_bytes"] > 0
+    assert measured["state"] == document(cli(*triton))["state"]
+    refused = cli("plan", *BIG, "--device-profile", "NVIDIA H201")
+    assert refused.exit_code == 1
+    assert "device-profile: expected one of 'NVIDIA H200'" in refused.output
 
 
 @pytest.mark.parametrize("name", ["1", "2", "prefill", "first_token", "sampling B=2", "catch-up"])

@@ -23,7 +23,7 @@ from dflash_graph.state import StatePools
 
 Run = Callable[..., Any]
 
-COMMANDS = ("demo", "generate", "graph", "plan", "doctor")
+COMMANDS = ("demo", "generate", "bench", "graph", "plan", "doctor", "profile", "autotune")
 ESCAPE = "\x1b"
 
 

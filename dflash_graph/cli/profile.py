@@ -1,0 +1,50 @@
+"""`profile`: what a start-up builds, as a document to show, compare, check and export."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import typer
+
+from dflash_graph.cli import profile_build, profile_read
+
+NAME: Final = "profile"
+SHORT: Final = "Build, show, compare and check profiles of a start-up."
+_OWN: Final = """\b
+Examples:
+  dflash-graph profile build --help
+  dflash-graph profile show --help"""
+
+_COMMANDS: Final = (
+    ("build", profile_build.build, profile_build.BUILD),
+    ("what-if", profile_build.what_if, profile_build.WHAT_IF),
+    ("list", profile_read.list_profiles, profile_read.LIST),
+    ("show", profile_read.show, profile_read.SHOW),
+    ("diff", profile_read.diff, profile_read.DIFF),
+    ("lint", profile_read.lint, profile_read.LINT),
+    ("acceptance", profile_read.acceptance, profile_read.ACCEPTANCE),
+    ("export", profile_read.export, profile_read.EXPORT),
+)
+
+#: The examples of all its commands.
+EPILOG: Final = "\n".join((_OWN, *(examples for _, _, examples in _COMMANDS)))
+
+app = typer.Typer(
+    name=NAME,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    short_help=SHORT,
+    epilog=_OWN,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _name, _command, _examples in _COMMANDS:
+    app.command(_name, epilog=_examples)(_command)
+
+
+@app.callback()
+def _profile() -> None:
+    """Say what a start-up builds, which kernel runs where and why, and how far it is from its
+    floor.
+
+    A profile is a JSON file. Building one without --measure needs no weights and no GPU.
+    """

@@ -1,0 +1,350 @@
+"""`profile build` and `profile what-if`: profiles and plans from configs, and measured rounds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from dflash_graph.cli.output import AsJson, print_json, progress, write
+from dflash_graph.cli.selection import (
+    Device,
+    DeviceProfile,
+    Draft,
+    Dtype,
+    GraphBackend,
+    GraphDraftTokens,
+    GraphDtype,
+    Lowering,
+    PrefillChunk,
+    Preset,
+    Target,
+    select_choices,
+    select_pair,
+)
+from dflash_graph.errors import OptionError
+from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
+
+if TYPE_CHECKING:
+    from dflash_graph.choices import Choices
+    from dflash_graph.models.pair import ModelPair
+    from dflash_graph.profile.build import Resources
+    from dflash_graph.profile.document import Ceiling, Profile
+
+BUILD: Final = """\b
+Examples:
+  dflash-graph profile build --preset demo-dflash2 -o declared.json
+  dflash-graph profile build --preset qwen3.5-27b-dflash2 --backend triton --max-batch 1
+  dflash-graph profile build --preset demo-dflash2 --measure --max-batch 1 -o measured.json"""
+WHAT_IF: Final = """\b
+Examples:
+  dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --draft-tokens 3 --draft-tokens 7
+  dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --max-batch 4 --memory 80GB"""
+
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+Measured = Annotated[
+    bool, typer.Option("--measure", help="Start rounds and time them, node by node.")
+]
+ReadCeiling = Annotated[
+    float | None,
+    typer.Option(
+        "--ceiling",
+        min=1e-6,
+        metavar="TB/S",
+        help="What memory gives to reads. Default: 4.6, or measured with --measure.",
+    ),
+]
+FlopCeiling = Annotated[
+    float | None,
+    typer.Option("--tflops", min=1e-6, metavar="N", help="What arithmetic gives, in TFLOP/s."),
+]
+Context = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Tokens before the block that costs are for.")
+]
+
+
+def build(
+    preset: Preset = None,
+    target: Target = None,
+    draft: Draft = None,
+    draft_tokens: GraphDraftTokens = None,
+    max_batch: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_BATCH, metavar="N", help="B, the most requests in a round."),
+    ] = 4,
+    max_context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens a request may hold, prompt and output.")
+    ] = 8192,
+    prefill_chunk: PrefillChunk = 1024,
+    context: Context = 2048,
+    backend: GraphBackend = Lowering.eager,
+    dtype: GraphDtype = Dtype.bfloat16,
+    device_profile: DeviceProfile = None,
+    ceiling: ReadCeiling = None,
+    tflops: FlopCeiling = None,
+    resources: Annotated[
+        bool,
+        typer.Option(
+            "--resources", help="Compile the kernels ahead of time for registers and spills."
+        ),
+    ] = False,
+    measure: Measured = False,
+    device: Annotated[
+        Device | None,
+        typer.Option(help="Where --measure runs. Default: cuda for triton, else cpu."),
+    ] = None,
+    turns: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Rounds that --measure times.")
+    ] = 10,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where it is kept.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build a profile from configs, or with --measure from rounds that run here.
+
+    Without --measure it takes no weights and no device: graphs, kernel choices, plans and floors. A
+    preset has no weights, so --measure gives it random ones.
+    """
+    if measure and device_profile is not None:
+        raise typer.BadParameter("--device-profile is for profiles that are not measured")
+    if not measure and device is not None:
+        raise typer.BadParameter("--device goes with --measure")
+    pair, columns = select_pair(preset, target, draft, draft_tokens, dtype)
+    least, most = columns + 1 if measure else 0, max_context - columns - 1
+    if not least <= context <= most:
+        raise OptionError(
+            f"context: expected {least}..{most} tokens (max_context {max_context} less a block of "
+            f"{columns + 1}), got {context}"
+        )
+    name = preset or " with ".join(
+        path.resolve().name for path in (target, draft) if path is not None
+    )
+    if measure:
+        profile = _measured(
+            pair,
+            name,
+            target=target,
+            draft=draft,
+            options={
+                "draft_tokens": max(1, columns),
+                "speculative": columns > 0,
+                "max_batch": max_batch,
+                "max_context": max_context,
+                "prefill_chunk": prefill_chunk,
+                "lowering": backend.value,
+                "dtype": dtype.value,
+                "device": _device(backend, device),
+                "public_vocab": pair.public_vocab,
+            },
+            context=context,
+            turns=turns,
+            ceiling=_ceiling(ceiling, tflops) if ceiling is not None else None,
+            tflops=tflops,
+            resources=resources,
+        )
+    else:
+        from dflash_graph.profile.build import declared_profile
+
+        choices = select_choices(device_profile)
+        profile = declared_profile(
+            pair,
+            backend.value,
+            name=name,
+            draft_tokens=columns,
+            max_batch=max_batch,
+            max_context=max_context,
+            prefill_chunk=prefill_chunk,
+            context=context,
+            ceiling=_ceiling(ceiling, tflops),
+            choices=choices,
+            resources=_resources(backend, choices) if resources else None,
+        )
+    if output is not None:
+        profile.save(output)
+    if as_json:
+        print_json(profile.model_dump(mode="json"))
+        return
+    from dflash_graph.profile import text
+
+    write("\n".join((text.head_text(profile), text.executors_text(profile))))
+    if output is not None:
+        write(f"\nwritten to {output}\n")
+
+
+def what_if(
+    preset: Preset = None,
+    target: Target = None,
+    draft: Draft = None,
+    draft_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0, max=MAX_DRAFT_TOKENS, metavar="N", help="K; repeat for several. Default: 7."
+        ),
+    ] = None,
+    max_batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=MAX_BATCH, metavar="N", help="B; repeat for several. Default: 1, 2, 4, 8."
+        ),
+    ] = None,
+    max_context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of a request; repeat for several. Default: 8192."
+        ),
+    ] = None,
+    context: Context = 0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Memory of a device, such as 80GB: what fits it is searched."
+        ),
+    ] = None,
+    context_limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The longest context that is searched.")
+    ] = 1 << 20,
+    prefill_chunk: PrefillChunk = 1024,
+    backend: GraphBackend = Lowering.eager,
+    dtype: GraphDtype = Dtype.bfloat16,
+    device_profile: DeviceProfile = None,
+    ceiling: ReadCeiling = None,
+    tflops: FlopCeiling = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print memory and floor of other K, B and contexts, and what fits a device. Reads no weights.
+
+    Captured graphs and the driver's own memory come on top; leave room for them in --memory.
+    """
+    given = sorted(set(draft_tokens or ()))
+    pair, columns = select_pair(preset, target, draft, max(given, default=None), dtype)
+    found_k = given or [columns]
+    batches = sorted(set(max_batch or (1, 2, 4, 8)))
+    contexts = sorted(set(max_context or (8192,)))
+    size = None if memory is None else parse_size(memory)
+    choices = select_choices(device_profile)
+    from dflash_graph.profile import text
+    from dflash_graph.profile.what_if import Footprint, scenarios_of
+
+    footprints = [
+        Footprint(
+            pair,
+            backend.value,
+            draft_tokens=k,
+            max_batch=MAX_BATCH if size is not None else batches[-1],
+            prefill_chunk=prefill_chunk,
+            choices=choices,
+        )
+        for k in found_k
+    ]
+    found = scenarios_of(footprints, batches, contexts, context, _ceiling(ceiling, tflops))
+    fits = (
+        []
+        if size is None
+        else [one.fits(size, batches, contexts, context_limit) for one in footprints]
+    )
+    if as_json:
+        print_json(
+            {
+                "scenarios": [{**asdict(one), "total": one.total} for one in found],
+                "fits": [asdict(one) for one in fits],
+            }
+        )
+        return
+    write("\n".join((text.scenarios_text(found), *map(text.fits_text, fits))))
+
+
+def parse_size(size: str) -> int:
+    """Bytes of a text such as 80GB (10^9) or 80GiB (2^30).
+
+    Raises:
+        OptionError: it is no size.
+    """
+    found = _SIZE.fullmatch(size.strip())
+    if found is None:
+        raise OptionError(f"memory: expected a size such as 80GB or 141GiB, got {size!r}")
+    unit = (found[2] or "B").upper()
+    base = 1024 if "I" in unit else 1000
+    return int(float(found[1]) * base ** _POWERS[unit.rstrip("B").rstrip("I")])
+
+
+def _ceiling(read: float | None, tflops: float | None) -> Ceiling:
+    from dflash_graph.profile.build import READ_CEILING
+    from dflash_graph.profile.document import Ceiling
+
+    return Ceiling(read_tb_per_s=read or READ_CEILING, tflop_per_s=tflops)
+
+
+def _device(backend: Lowering, device: Device | None) -> str:
+    if device is not None:
+        return device.value
+    return "cuda" if backend is Lowering.triton else "cpu"
+
+
+def _resources(backend: Lowering, choices: Choices | None) -> Resources:
+    if backend is not Lowering.triton:
+        raise OptionError(f"resources: expected --backend triton (it has kernels), got {backend}")
+    if choices is None:
+        raise OptionError("resources: expected --device-profile (kernels are compiled for one)")
+    return _compiler(choices.capability)
+
+
+def _compiler(capability: int) -> Resources:
+    from importlib.util import find_spec
+
+    from dflash_graph.profile.build import compiled_resources
+
+    if find_spec("triton") is None:
+        raise OptionError("resources: expected triton, which compiles them; it is not installed")
+    return compiled_resources(capability)
+
+
+def _measured(
+    pair: ModelPair,
+    name: str,
+    *,
+    target: Path | None,
+    draft: Path | None,
+    options: dict[str, object],
+    context: int,
+    turns: int,
+    ceiling: Ceiling | None,
+    tflops: float | None,
+    resources: bool,
+) -> Profile:
+    from dflash_graph.bench.nodes import measured_ceiling, time_rounds
+    from dflash_graph.options import EngineOptions
+    from dflash_graph.profile.build import started_profile
+    from dflash_graph.rounds import Model, compile_rounds
+    from dflash_graph.submission import require_built
+
+    chosen = EngineOptions.model_validate(options).resolved()
+    require_built(chosen)
+    with progress() as report:
+        if target is None:
+            model = Model.random(pair, chosen)
+        else:
+            model = Model.load(target, draft, chosen, progress=report)
+        rounds = compile_rounds(model, chosen, report)
+        times = time_rounds(
+            rounds, batches=list(rounds), context=context, turns=turns, progress=report
+        )
+        kind = "cuda" if rounds.arena.is_cuda else "cpu"
+        compiler = None
+        if resources:
+            if rounds.choices is None:
+                raise OptionError("resources: expected --backend triton on a device, got the CPU")
+            compiler = _compiler(rounds.choices.capability)
+        return started_profile(
+            rounds,
+            name=name,
+            context=context,
+            ceiling=ceiling or measured_ceiling(kind, tflops),
+            times=times,
+            resources=compiler,
+        )
