@@ -205,8 +205,9 @@ def _environment_of(loader: jinja2.BaseLoader) -> jinja2.Environment:
     )
 
 
+@cache
 def _read(environment: jinja2.Environment, template: str) -> TemplateInfo:
-    """Parse and check a template's header."""
+    """Parse and check a template's header: once a process, a start-up renders it many times."""
     texts: dict[str, str] = {}
     used: set[str] = set()
     waiting = [template + SUFFIX]

@@ -277,7 +277,7 @@ class Rounds(Mapping[int, RoundExecutor]):
             found[f"round B={batch}"] = self._greedy[batch]
             found[f"sampling B={batch}"] = self.sampling[batch]
         for (tokens, embeddings), chunk in sorted(self._chunks.items()):
-            found[f"prefill {'with embeddings ' if embeddings else ''}{tokens}"] = chunk
+            found[_prefill_name(tokens, embeddings)] = chunk
         found["first token"] = self.first_token
         found["sampled first token"] = self.first_sampled
         if self.catch_up is not None:
@@ -298,8 +298,12 @@ class Rounds(Mapping[int, RoundExecutor]):
         """
         key = (self.chunk_tokens(live), embeddings)
         if key not in self._chunks:
-            graph = declare_prefill(self.model.pair, "eager", tokens=key[0], embeddings=embeddings)
-            compiled = compile_segments([graph], self.capacities)
+            # The largest chunk was compiled for its plan.
+            compiled = self.compiled.get(_prefill_name(*key))
+            if compiled is None:
+                pair, tokens = self.model.pair, key[0]
+                graph = declare_prefill(pair, "eager", tokens=tokens, embeddings=embeddings)
+                compiled = compile_segments([graph], self.capacities)
             lowering: Lowering = "eager"
             if self.options.device == "cuda" and self.backend != "eager":
                 lowering = "library"
@@ -445,6 +449,11 @@ def _available_bytes(device: str) -> int:
 def _device_choices(profile: Path | None) -> Choices:
     """What is measured for this device; looked up, never measured here."""
     return lookup(device_identity(), profile)
+
+
+def _prefill_name(tokens: int, embeddings: bool) -> str:
+    """The name of a prefill chunk among what a start-up declares."""
+    return f"prefill {'with embeddings ' if embeddings else ''}{tokens}"
 
 
 def _settle(device: str | None) -> None:

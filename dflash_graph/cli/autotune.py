@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -222,15 +222,22 @@ def _list(tasks: tuple[Task, ...], as_json: bool) -> None:
         )
 
 
-class _Began:
-    """Notes what is being tuned and says how long it may take."""
+_Say = Callable[[str, int, int, float], None]
 
-    def __init__(self, tuner: Tuner, tasks: tuple[Task, ...]) -> None:
+
+class _Began:
+    """Notes what is being tuned and says how long it may take.
+
+    Args:
+        say: takes what is tuned, candidates done, their number, and seconds left.
+    """
+
+    def __init__(self, tuner: Tuner, tasks: tuple[Task, ...], say: _Say) -> None:
         self._tuner = tuner
         self._tasks = tasks
+        self._say = say
         self._index = 0
-        self._start = self._said = time.monotonic()
-        self._measured = 0
+        self._start = time.monotonic()
         tuner.progress = self.progress
 
     def __call__(self, index: int, task: Task) -> None:
@@ -241,15 +248,22 @@ class _Began:
         share = (self._index + done / max(1, total)) / len(self._tasks)
         left = (now - self._start) * (1 - share) / share if share else float("inf")
         left = min(left, self._tuner.left)
-        self.say(f"{self._index + 1} of {len(self._tasks)}  {name}", done, total, left)
+        self._say(f"{self._index + 1} of {len(self._tasks)}  {name}", done, total, left)
 
-    def say(self, what: str, done: int, total: int, left: float) -> None:
-        """A line now and then."""
+
+def _lines() -> _Say:
+    """Says a line on stderr now and then."""
+    said = time.monotonic()
+
+    def say(what: str, done: int, total: int, left: float) -> None:
+        nonlocal said
         now = time.monotonic()
-        if done and now - self._said < 10.0:
+        if done and now - said < 10.0:
             return
-        self._said = now
+        said = now
         typer.echo(f"{what}: {done} of {total} candidates{_left(left)}", err=True)
+
+    return say
 
 
 def _left(seconds: float) -> str:
@@ -262,19 +276,17 @@ def _left(seconds: float) -> str:
 @contextmanager
 def _progress(tuner: Tuner, tasks: tuple[Task, ...]) -> Iterator[_Began]:
     """Lines on stderr, on a terminal one that changes."""
-    began = _Began(tuner, tasks)
     if sys.stderr.isatty():
         from rich.console import Console
 
         with Console(stderr=True).status("tuning") as status:
 
-            def show(what: str, done: int, total: int, left: float) -> None:
+            def say(what: str, done: int, total: int, left: float) -> None:
                 status.update(f"{what}: {done} of {total}{_left(left)}")
 
-            began.say = show  # type: ignore[method-assign]
-            yield began
+            yield _Began(tuner, tasks, say)
     else:
-        yield began
+        yield _Began(tuner, tasks, _lines())
 
 
 @app.command("status", short_help="What there is.", epilog=_EXAMPLES["status"])

@@ -7,6 +7,7 @@ from functools import partial
 
 from dflash_graph.choices import Choice
 from dflash_graph.kernels.registry import Kernel, power_of_two, register, row_choice
+from dflash_graph.kernels.rows import norm_rope_holes
 from dflash_graph.op import Sizes
 from dflash_graph.rendering import HoleValue
 
@@ -77,15 +78,7 @@ register(
 register(
     Kernel(
         op="rope_append",
-        holes=lambda n: {
-            "query_parts": n.query_parts,
-            "Q_HEADS": n.q_heads,
-            "KV_HEADS": n.kv_heads,
-            "D": n.head_dim,
-            "R": n.rotary_half,
-            "PAGE_SIZE": n.page_size,
-            "offset": n.offset,
-        },
+        holes=lambda n: {**norm_rope_holes(n), "PAGE_SIZE": n.page_size},
         choose=partial(row_choice, "BLOCK_D", "head_dim"),
         scalars=("eps",),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from dflash_graph.kernels.registry import Kernel, register, row_choice
+from dflash_graph.op import Sizes
+from dflash_graph.rendering import HoleValue
 
 register(
     Kernel(
@@ -14,17 +16,24 @@ register(
         scalars=("eps",),
     )
 )
+
+
+def norm_rope_holes(n: Sizes) -> dict[str, HoleValue]:
+    """Holes of the heads that are normed and turned, here and where they go straight to pages."""
+    return {
+        "query_parts": n.query_parts,
+        "Q_HEADS": n.q_heads,
+        "KV_HEADS": n.kv_heads,
+        "D": n.head_dim,
+        "R": n.rotary_half,
+        "offset": n.offset,
+    }
+
+
 register(
     Kernel(
         op="head_norm_rope",
-        holes=lambda n: {
-            "query_parts": n.query_parts,
-            "Q_HEADS": n.q_heads,
-            "KV_HEADS": n.kv_heads,
-            "D": n.head_dim,
-            "R": n.rotary_half,
-            "offset": n.offset,
-        },
+        holes=norm_rope_holes,
         choose=partial(row_choice, "BLOCK_D", "head_dim"),
         scalars=("eps",),
     )

@@ -25,6 +25,7 @@ def _holes(n: Sizes) -> dict[str, HoleValue]:
         "V": n.V,
         "PUBLIC": n.public_vocab,
         "PASSES": _passes(n.V),
+        "TESTS": _TESTS,
         "BLOCK_W": power_of_two(n.W),
     }
 

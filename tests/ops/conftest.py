@@ -105,7 +105,10 @@ def accept(case: Mapping[str, Tensor], public_vocab: int, single: int = PLAIN) -
 
     The id that ends a row which is not finite is given as -2.
     """
-    single_precision = lambda x: float(np.float32(x))  # noqa: E731
+
+    def single_precision(x: float) -> float:
+        return float(np.float32(x))
+
     found: dict[str, list] = {n: [] for n in ("accepted", "licensed", "outputs", "finite")}
     for row in rows_of(case):
         width = len(row["ids"])

@@ -111,7 +111,10 @@ def write_pair(root: Path) -> None:
 
 def row_law(logits: Sequence[float], seen: Mapping[int, int], params: dg.SamplingParams) -> Law:
     """The processed law after some logits, `seen` being the tokens generated so far."""
-    single = lambda x: float(torch.tensor(x, dtype=torch.float32))  # noqa: E731
+
+    def single(x: float) -> float:
+        return float(torch.tensor(x, dtype=torch.float32))
+
     z = [
         single(
             x
