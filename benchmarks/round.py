@@ -2,11 +2,13 @@
 
     python benchmarks/round.py --json round.json
     python benchmarks/round.py --draft-tokens 15 --batch 1
+    python benchmarks/round.py --defaults --no-library
     python benchmarks/round.py --peers
 
 Every row is a captured round over random weights and state, timed with device events; variants take
 turns, figures are medians. The library's variant is the same round with every product by cuBLAS and
-what stands around it compiled by Inductor, in CUDA Graphs of its own. `--peers` times greedy rounds
+what stands around it compiled by Inductor, in CUDA Graphs of its own. `--defaults` times the round
+with the templates' default choices in the place of the device's. `--peers` times greedy rounds
 of the public packages transformers and dflash, eagerly, at the same geometry; both must be there.
 """
 
@@ -19,17 +21,20 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dflash_graph.ahead_of_time import precompile
 from dflash_graph.bench import bench_document, bench_text, read_ceiling, round_frame
 from dflash_graph.bench.timing import captured, interleaved
+from dflash_graph.choices import Choices
 from dflash_graph.errors import DFlashGraphError
-from dflash_graph.executors import RoundExecutor
+from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
+from dflash_graph.kernels import node_case
 from dflash_graph.lowering.segment import Launch
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.options import EngineOptions
@@ -166,15 +171,44 @@ def library_round(executor: RoundExecutor) -> list[Callable[[], None]]:
     return graphs
 
 
-def compare(rounds: Rounds, batch: int, context: int, turns: int) -> dict[str, float]:
-    """Median microseconds of the round by kernels and by libraries, taking turns."""
-    executor = rounds[batch]
+def default_round(rounds: Rounds, model: Model, batch: int, context: int) -> RoundExecutor:
+    """The round with the templates' default choices, captured, in an arena of its own."""
+    held = rounds[batch]
+    pdl = any(schedule.choices and schedule.choices.pdl for schedule in held.compiled.schedules)
+    major, minor = torch.cuda.get_device_capability()
+    choices = Choices(torch.cuda.get_device_name(), 10 * major + minor, pdl=pdl)
+    compiled = compile_segments(held.compiled.graphs, rounds.capacities, choices)
+    cases = [
+        node_case(schedule.graph, node, choices)
+        for schedule in compiled.schedules
+        for node in schedule.graph.nodes
+    ]
+    precompile([case for case in dict.fromkeys(cases) if case is not None], choices.capability)
+    arena = new_arena([compiled.plan], "cuda")
+    made = RoundExecutor(compiled, arena, model.weights, rounds.state.tensors, "triton")
+    _play(made, rounds, batch, context)
+    made.capture(torch.cuda.Stream())
+    return made
+
+
+def _play(executor: RoundExecutor, rounds: Rounds, batch: int, context: int) -> None:
     fields = round_frame(rounds, batch, context)
     executor.forward({k: v for k, v in fields.items() if k in executor.inputs})
     executor.finish([rounds.columns] * batch)
-    ours = [lambda i=i: executor.run_queued(i) for i in range(2)]
-    theirs = library_round(executor)
-    kinds = {"kernels": ours, "cublas and inductor": theirs}
+
+
+def compare(
+    rounds: Rounds, batch: int, context: int, turns: int, others: Sequence[str], model: Model
+) -> dict[str, float]:
+    """Median microseconds of the round by kernels and by `others`, taking turns."""
+    _play(rounds[batch], rounds, batch, context)
+    kinds = {"kernels": [lambda i=i: rounds[batch].run_queued(i) for i in range(2)]}
+    if "library" in others:
+        kinds["cublas and inductor"] = library_round(rounds[batch])
+    if "defaults" in others:
+        made = default_round(rounds, model, batch, context)
+        _play(made, rounds, batch, context)
+        kinds["default choices"] = [lambda i=i: made.run_queued(i) for i in range(2)]
     times = interleaved([part for parts in kinds.values() for part in parts], turns)
     return {
         name: statistics.median(map(sum, zip(*times[2 * i : 2 * i + 2], strict=True)))
@@ -259,6 +293,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--no-library", action="store_true", help="leave cuBLAS and Inductor out")
+    parser.add_argument("--defaults", action="store_true", help="also the default choices")
     parser.add_argument("--no-ops", action="store_true", help="leave the table of ops out")
     parser.add_argument("--host", action="store_true", help="also host time between rounds")
     parser.add_argument("--peers", action="store_true", help="also transformers and dflash")
@@ -304,11 +339,13 @@ def main() -> int:
     if given.host:
         document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
         print("host time between rounds, us:", document["host_gap_us"], flush=True)
-    if not given.no_library:
-        document["library"] = {}
+    others = [] if given.no_library else ["library"]
+    others += ["defaults"] if given.defaults else []
+    if others:
+        document["compared_us"] = {}
         for batch in given.batch:
-            found = compare(rounds, batch, given.context, given.turns)
-            document["library"][batch] = found
+            found = compare(rounds, batch, given.context, given.turns, others, model)
+            document["compared_us"][batch] = found
             print(f"B = {batch}: " + ", ".join(f"{k} {v / 1e3:.3f} ms" for k, v in found.items()))
     document["read_ceiling_after"] = read_ceiling()
     if given.peers:

@@ -132,7 +132,7 @@ def precompile(
     stamp = f"sm_{capability} triton {triton.__version__}"
     marks = {case: folder / f"{_mark(case, stamp)}.compiled" for case in cases}
     missing = [case for case in cases if not marks[case].exists()]
-    jobs = min(jobs or _processors(), -(-len(missing) // 2))
+    jobs = min(jobs or processors(), -(-len(missing) // 2))
     if jobs < 2:
         return
     workers = []
@@ -182,7 +182,8 @@ def _work() -> None:
         print(index, flush=True)
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Processors that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return usable or 1
 
@@ -278,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cache", help="folder of rendered kernels; default: the user's cache")
     parser.add_argument("--max-spill-bytes", type=int, default=0, help="of a thread; default 0")
-    parser.add_argument("--jobs", type=int, default=_processors(), help="processes at a time")
+    parser.add_argument("--jobs", type=int, default=processors(), help="processes at a time")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker:

@@ -2,13 +2,13 @@
 
 Per value head, with the state S `[Dv, Dk]` in float32 (spec, "The target"):
 
-    S := exp(g) S;   u = v - S k;   S := S + u (beta k)^T;   y = S q / sqrt(Dk)
+    S := exp(g) S;   u = beta / |k| (v - S k / |k|);   S := S + u k^T;   y = S q / |q| / sqrt(Dk)
 
-q and k are divided by `sqrt(sum(x^2) + 1e-6)`, and value head h reads key head `h // (Hv / Hk)`.
-All that does not depend on S is evaluated in float64 for the whole block and rounded once; a step
-is four products of one shape per head. So the bits of a column depend on the columns before it and
-on nothing else, and a state that was stored after a column and loaded again goes on with the same
-bits.
+with `|x| = sqrt(sum(x^2) + 1e-6)`; value head h reads key head `h // (Hv / Hk)`. All that does not
+depend on S is evaluated in float64 for the whole block and rounded once; a step is four products of
+one shape per head. So the bits of a column depend on the columns before it and on nothing else, and
+a state that was stored after a column and loaded again goes on with the same bits. The correction u
+is all that a column's update takes from v, beta and the state: who kept it can replay the update.
 
 Every function takes float64 as well and then is the plain formula: that is the oracle.
 """
@@ -27,14 +27,15 @@ class Column(NamedTuple):
     """What one column brings to the `heads = B * Hv` states of a block."""
 
     decay: Tensor  # [heads, 1, 1], exp(g)
-    k: Tensor  # [heads, Dk, 1], normalized
+    k: Tensor  # [heads, 1, Dk]
+    unit_k: Tensor  # [heads, Dk, 1], normalized
     v: Tensor  # [heads, Dv, 1]
-    beta_k: Tensor  # [heads, 1, Dk]
+    strength: Tensor  # [heads, 1, 1], beta / |k|
     q: Tensor | None  # [heads, Dk, 1], normalized and divided by sqrt(Dk)
 
 
-def delta_rule_step(states: Tensor, column: Column, y: Tensor | None = None) -> None:
-    """Advance the states by one column.
+def delta_rule_step(states: Tensor, column: Column, y: Tensor | None = None) -> Tensor:
+    """Advance the states by one column; returns its correction u, `[heads, Dv, 1]`.
 
     Args:
         states: `[heads, Dv, Dk]`, changed in place.
@@ -42,11 +43,12 @@ def delta_rule_step(states: Tensor, column: Column, y: Tensor | None = None) -> 
         y: `[heads, Dv, 1]`, takes the outputs if given.
     """
     states.mul_(column.decay)
-    u = torch.baddbmm(column.v, states, column.k, alpha=-1.0)
-    states.baddbmm_(u, column.beta_k)
+    u = torch.baddbmm(column.v, states, column.unit_k, alpha=-1.0).mul_(column.strength)
+    states.baddbmm_(u, column.k)
     if y is not None:
         assert column.q is not None, "an output needs a query"
         torch.bmm(states, column.q, out=y)
+    return u
 
 
 def delta_rule(
@@ -60,6 +62,7 @@ def delta_rule(
     *,
     q: Tensor | None = None,
     store: bool,
+    corrections: Tensor | None = None,
 ) -> Tensor | None:
     """Run the first `counts[b]` columns of every request from its state.
 
@@ -72,6 +75,7 @@ def delta_rule(
         counts: `[B]` int32.
         store: leave the state after the last of its columns in `state`; a request with count 0
             keeps its bytes.
+        corrections: `[B, W, Hv, Dv]`, takes u of those columns, zeros of the others.
 
     Returns:
         `[B, W, Hv, Dv]`, dtype of `state`, zeros from column `counts[b]` on; None without `q`.
@@ -82,8 +86,15 @@ def delta_rule(
     ys = None
     if q is not None:
         ys = states.new_empty(width, states.shape[0], value_dim, 1)
+    if corrections is not None:
+        corrections.zero_()
     for index, column in enumerate(block_columns(k, v, beta, g, q, state.dtype)[: max(ends)]):
-        delta_rule_step(states, column, None if ys is None else ys[index])
+        u = delta_rule_step(states, column, None if ys is None else ys[index])
+        if corrections is not None:
+            of_request = u[: batch * heads].view(batch, heads, value_dim)
+            for request, end in enumerate(ends):
+                if index < end:
+                    corrections[request, index] = of_request[request]
         if store:
             for request, end in enumerate(ends):
                 if end == index + 1:
@@ -97,11 +108,34 @@ def delta_rule(
     return y
 
 
+def replay(
+    k: Tensor, corrections: Tensor, g: Tensor, state: Tensor, slots: Tensor, counts: Tensor
+) -> None:
+    """Advance states by the first `counts[b]` columns of every request, from their corrections.
+
+    Leaves the bits that `delta_rule` stores after the same columns.
+
+    Args:
+        k: `[B, W, Hk, Dk]`, before normalization.
+        corrections: `[B, W, Hv, Dv]`, dtype of `state`, as `delta_rule` gave them.
+        g, state, slots, counts: as for `delta_rule`.
+    """
+    heads = corrections.shape[2]
+    columns = block_columns(k, corrections, torch.zeros_like(g), g, None, state.dtype)
+    places, ends = slots.tolist(), counts.tolist()
+    states = _paired(torch.cat([state[place] for place in places]))
+    for index, column in enumerate(columns[: max(ends)]):
+        states.mul_(column.decay).baddbmm_(column.v, column.k)
+        for request, end in enumerate(ends):
+            if end == index + 1:
+                state[places[request]] = states[request * heads : (request + 1) * heads]
+
+
 def column_flops(key_heads: int, heads: int, key_dim: int, value_dim: int, *, outputs: bool) -> int:
     """Floating-point operations of one column of one request, with or without outputs."""
     norms = key_heads * (3 * key_dim + 2)
-    # exp(g), decay, S k, u, beta k, u (beta k)^T
-    step = heads * (1 + 5 * value_dim * key_dim + value_dim + key_dim)
+    # exp(g), decay, S k, u, u k^T
+    step = heads * (2 + 5 * value_dim * key_dim + 2 * value_dim)
     if not outputs:
         return norms + step
     return 2 * norms + step + heads * (2 * value_dim * key_dim + value_dim)
@@ -125,7 +159,8 @@ def block_columns(
         return _paired(x, dim=1).unbind()
 
     wide = (k if q is None else torch.cat((k, q), dim=2)).double()
-    unit = wide * torch.rsqrt((wide * wide).sum(-1, keepdim=True) + NORM_EPS)
+    inverse = torch.rsqrt((wide * wide).sum(-1) + NORM_EPS)
+    unit = wide * inverse[..., None]
     unit = unit.view(batch, width, -1, key_heads, 1, key_dim)
     unit = unit.expand(-1, -1, -1, -1, heads // key_heads, -1)
     unit = unit.reshape(batch, width, -1, heads, key_dim)  # k first, then q
@@ -133,11 +168,14 @@ def block_columns(
     qs: tuple[Tensor | None, ...] = (None,) * width
     if q is not None:
         qs = unbound(unit[:, :, 1] * key_dim**-0.5, key_dim, 1)
+    per_head = heads // key_heads
+    inverse_k = inverse[:, :, :key_heads].repeat_interleave(per_head, 2)
     parts = (
         unbound(torch.exp(g.double()), 1, 1),
+        unbound(k.repeat_interleave(per_head, 2), 1, key_dim),
         unbound(unit_k, key_dim, 1),
         unbound(v, value_dim, 1),
-        unbound(unit_k * beta.double()[..., None], 1, key_dim),
+        unbound(beta.double() * inverse_k, 1, 1),
         qs,
     )
     return [Column(*column) for column in zip(*parts, strict=True)]

@@ -17,7 +17,8 @@ from dflash_graph.contexts import Checkpoint
 from dflash_graph.errors import EngineClosedError, RequestError
 from dflash_graph.options import EngineOptions, SamplingParams
 from dflash_graph.profile.build import started_profile
-from dflash_graph.profile.document import Ceiling, Profile
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import Ceiling
 from dflash_graph.request import Event, Generation, Preview, Request
 from dflash_graph.rounds import Model, Progress, Rounds, compile_rounds
 from dflash_graph.scheduler import Scheduler

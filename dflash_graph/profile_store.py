@@ -117,8 +117,8 @@ def running_versions() -> dict[str, str]:
     return {name: found[name] for name in VERSIONS if found.get(name)}
 
 
-def device_identity() -> Identity:
-    """The current CUDA device and what runs on it.
+def device_identity(index: int | None = None) -> Identity:
+    """A CUDA device, by default the current one, and what runs on it.
 
     Raises:
         OptionError: torch sees none.
@@ -127,8 +127,8 @@ def device_identity() -> Identity:
 
     if not torch.cuda.is_available():
         raise OptionError("device: expected a CUDA device, got none (torch sees no CUDA device)")
-    major, minor = torch.cuda.get_device_capability()
-    return Identity(torch.cuda.get_device_name(), 10 * major + minor, running_versions())
+    major, minor = torch.cuda.get_device_capability(index)
+    return Identity(torch.cuda.get_device_name(index), 10 * major + minor, running_versions())
 
 
 @cache

@@ -1,11 +1,12 @@
 """gdn_commit: moves the committed prefix of a block into the state of all GDN layers.
 
-Math:     of every layer: gdn_fold(k, v, beta, g, states, slots, committed) and
+Math:     of every layer: S := exp(g) S + u k^T of the committed columns, on states[slots[b]], and
           conv_history_commit(columns, histories, slots, committed)
 Shapes:   lists of `layers` tensors: columns [B, W, C], before the convolution; k [B, W, Hk, Dk];
-          v [B, W, Hv, Dv]; beta, g [B, W, Hv] float32; states [slots, Hv, Dv, Dk] float32;
-          histories [slots, depth, C], oldest first. slots, committed [B] int32
-Numeric:  the arithmetic of `gdn_mixer`: the folded state has the bits of its trajectory
+          u [B, W, Hv, Dv] and g [B, W, Hv] float32, from `gdn_mixer`; states [slots, Hv, Dv, Dk]
+          float32; histories [slots, depth, C], oldest first. slots, committed [B] int32
+Numeric:  the updates of `gdn_mixer`, from its corrections: the state it leaves is that of
+          `gdn_fold`, with the bits of the mixer's trajectory
 Effects:  writes states and histories of requests with committed[b] > 0, no other byte; columns
           i >= committed[b] have no effect
 Raises:   ShapeError if a list has not `layers` tensors or Hk does not divide Hv
@@ -18,17 +19,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dflash_graph.delta_rule import column_flops
+from dflash_graph.delta_rule import replay
 from dflash_graph.errors import ShapeError
 from dflash_graph.op import Argument, Op, Sizes, ints, tensor
-from dflash_graph.ops import conv_history_commit, gdn_fold
+from dflash_graph.ops import conv_history_commit
 
 
 def reference(
     columns: Sequence[Tensor],
     k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    beta: Sequence[Tensor],
+    u: Sequence[Tensor],
     g: Sequence[Tensor],
     states: Sequence[Tensor],
     histories: Sequence[Tensor],
@@ -37,12 +37,12 @@ def reference(
     *,
     layers: int,
 ) -> None:
-    lists = (columns, k, v, beta, g, states, histories)
+    lists = (columns, k, u, g, states, histories)
     for name, tensors in zip(OP.inputs, lists, strict=False):
         if len(tensors) != layers:
             raise ShapeError(f"gdn_commit.{name}: expected {layers} tensors, got {len(tensors)}")
-    for key, value, strength, decay, state in zip(k, v, beta, g, states, strict=True):
-        gdn_fold.reference(key, value, strength, decay, state, slots, committed)
+    for key, correction, decay, state in zip(k, u, g, states, strict=True):
+        replay(key, correction, decay, state, slots, committed)
     for x, history in zip(columns, histories, strict=True):
         conv_history_commit.reference(x, history, slots, committed)
 
@@ -65,8 +65,7 @@ OP = Op(
     inputs={
         "columns": tensor("B W C", many=True),
         "k": tensor("B W Hk Dk", many=True),
-        "v": tensor("B W Hv Dv", many=True),
-        "beta": tensor("B W Hv", "float32", many=True),
+        "u": tensor("B W Hv Dv", "float32", many=True),
         "g": tensor("B W Hv", "float32", many=True),
         "states": Argument("slots Hv Dv Dk", "float32", kind="state", updates=True, many=True),
         "histories": Argument("slots depth C", kind="state", updates=True, many=True),
@@ -76,7 +75,8 @@ OP = Op(
     outputs={},
     attributes={"layers": int},
     reference=reference,
-    flops=lambda n: n.layers * n.B * n.W * column_flops(n.Hk, n.Hv, n.Dk, n.Dv, outputs=False),
+    # exp(g), decay, u k^T
+    flops=lambda n: n.layers * n.B * n.W * n.Hv * (1 + 3 * n.Dv * n.Dk),
     reads={
         "columns": lambda n: n.layers * n.B * min(n.depth, n.W) * n.C,
         "states": _states,

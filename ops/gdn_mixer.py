@@ -2,15 +2,17 @@
 
 Math:     q, k, v = gdn_conv(x, taps_weight, history, slots);  beta, g = gdn_gates(ba, ...);
           y = gdn_recurrence(q, k, v, beta, g, state, slots, live);  out = gated_norm(y, z, norm)
+          u: the recurrence's corrections, u = beta / |k| (v - S k / |k|) on the decayed state
 Shapes:   x [B, W, C]; taps_weight [C, taps]; history [slots, taps-1, C]; ba [B, W, 2*value_heads];
           a_log, dt_bias [value_heads] float32; z, out [B, W, value_heads*value_dim];
           norm [value_dim]; state [slots, value_heads, value_dim, key_dim] float32;
-          slots, live [B] int32; k [B, W, key_heads, key_dim]; v [B, W, value_heads, value_dim];
-          beta, g [B, W, value_heads] float32; C = 2*key_heads*key_dim + value_heads*value_dim
+          slots, live [B] int32; k [B, W, key_heads, key_dim]; u [B, W, value_heads, value_dim]
+          float32; g [B, W, value_heads] float32; C = 2*key_heads*key_dim + value_heads*value_dim
 Numeric:  of the four ops; q, k and v are rounded between convolution and recurrence;
           row-invariant
-Effects:  writes all of out, k, v, beta and g, the records of dead columns included; columns
-          i >= live[b] have no effect on others; history and state are read only
+Effects:  writes all of out, k, u and g; out and u are zero in columns i >= live[b], which have no
+          effect on others; history and state are read only. k, u and g are what `gdn_commit`
+          replays: u stands for the records v and beta, of which a fold needs nothing else
 Raises:   ShapeError if C is not the width of the heads or key_heads does not divide value_heads
 Source:   spec "The target" (Gated DeltaNet), "State" (records)
 """
@@ -19,9 +21,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dflash_graph.delta_rule import column_flops
+from dflash_graph.delta_rule import column_flops, delta_rule
 from dflash_graph.op import Op, Sizes, ints, state, tensor, weight
-from dflash_graph.ops import gated_norm, gdn_conv, gdn_gates, gdn_recurrence
+from dflash_graph.ops import gated_norm, gdn_conv, gdn_gates
 
 
 def reference(
@@ -42,7 +44,7 @@ def reference(
     value_heads: int,
     value_dim: int,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v = gdn_conv.reference(
         x,
         taps_weight,
@@ -54,9 +56,11 @@ def reference(
         value_dim=value_dim,
     )
     beta, g = gdn_gates.reference(ba, a_log, dt_bias, value_heads=value_heads)
-    y = gdn_recurrence.reference(q, k, v, beta, g, state, slots, live)
+    u = state.new_empty(v.shape)
+    y = delta_rule(k, v, beta, g, state, slots, live, q=q, store=False, corrections=u)
+    assert y is not None, "queries were given"
     out = gated_norm.reference(y, z, norm, value_heads=value_heads, value_dim=value_dim, eps=eps)
-    return out, k, v, beta, g
+    return out, k, u, g
 
 
 def _check(n: Sizes) -> str | None:
@@ -93,8 +97,7 @@ OP = Op(
     outputs={
         "out": tensor("B W value_heads*value_dim"),
         "k": tensor("B W key_heads key_dim"),
-        "v": tensor("B W value_heads value_dim"),
-        "beta": tensor("B W value_heads", "float32"),
+        "u": tensor("B W value_heads value_dim", "float32"),
         "g": tensor("B W value_heads", "float32"),
     },
     attributes={

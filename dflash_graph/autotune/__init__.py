@@ -2,6 +2,7 @@
 
 `tasks` finds what a geometry launches, `spaces` says what is tried, `tuner` searches with what
 `device` measures and `journal` remembers, `decision` judges. What wins goes to `profile_store`.
+`crew` shares tasks over several `cards`, with a `worker` process on each.
 Only the command `dflash-graph autotune run` starts it: an engine looks up and never measures.
 """
 

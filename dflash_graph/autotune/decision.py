@@ -11,7 +11,7 @@ from dflash_graph.autotune.journal import Outcome
 from dflash_graph.autotune.spaces import Candidate
 from dflash_graph.autotune.tasks import Task
 
-Result = Literal["won", "kept", "not resolved", "unfinished"]
+Result = Literal["won", "kept", "not resolved", "unfinished", "failed"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class Decision:
     Args:
         result: ``"won"``: the winner replaces the incumbent; ``"kept"``: the incumbent is the
             fastest; ``"not resolved"``: the fastest is not faster than the incumbent by more than
-            the noise, so the incumbent stays; ``"unfinished"``: the budget ended before.
+            the noise, so the incumbent stays; ``"unfinished"``: the budget ended before;
+            ``"failed"``: the processes that measured it died.
         incumbent: what ran before.
         winner: the fastest candidate; None where nothing was measured to the end.
         runner_up: the next; None where there is none.
@@ -32,6 +33,7 @@ class Decision:
         lead: share of the runner-up's time that the winner saves.
         turns: repeats.
         tried, failed: candidates that were measured, and those that failed or were wrong.
+        message: why, where the result is ``"failed"``.
     """
 
     task: Task
@@ -46,6 +48,7 @@ class Decision:
     turns: int = 0
     tried: int = 0
     failed: int = 0
+    message: str = ""
 
     @property
     def chosen(self) -> Candidate:
@@ -70,6 +73,7 @@ class Decision:
             "turns": self.turns,
             "tried": self.tried,
             "failed": self.failed,
+            "message": self.message,
         }
 
     def evidence(self) -> dict[str, Any]:

@@ -12,17 +12,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from dflash_graph.ahead_of_time import SHARED_LIMIT, precompile
+from dflash_graph.ahead_of_time import SHARED_LIMIT, precompile, processors
+from dflash_graph.autotune.cards import Card, card_uuid
 from dflash_graph.autotune.inputs import Arguments, Inputs, each, mapped
-from dflash_graph.autotune.journal import Outcome
+from dflash_graph.autotune.journal import Outcome, first_line
 from dflash_graph.autotune.launching import Bound, Results, check, oracle
 from dflash_graph.autotune.spaces import Candidate, Limits
 from dflash_graph.autotune.tasks import Call, Task
 from dflash_graph.autotune.tuner import DeviceLost
 from dflash_graph.bench.timing import captured, interleaved
-from dflash_graph.errors import DeviceMemoryError
+from dflash_graph.errors import DeviceMemoryError, OptionError
 from dflash_graph.ops import get_op
-from dflash_graph.profile_store import device_identity
+from dflash_graph.profile_store import Identity, device_identity
 
 #: Launches of a graph: enough that its own start does not count.
 _LAUNCHES: Final = 8
@@ -36,12 +37,14 @@ class CudaMeasurer:
 
     Args:
         context: tokens before the block of every request.
+        workers: processes of this machine that measure at a time; each compiles with its share of
+            the processors.
 
     Raises:
         OptionError: torch sees no CUDA device.
     """
 
-    def __init__(self, context: int = 2048) -> None:
+    def __init__(self, context: int = 2048, workers: int = 1) -> None:
         identity = device_identity()
         properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
         self.capability = identity.capability
@@ -53,6 +56,7 @@ class CudaMeasurer:
         )
         self._cache_bytes = int(properties.L2_cache_size)
         self._context = context
+        self._workers = workers
         self._bench: _Bench | None = None
 
     @property
@@ -61,7 +65,8 @@ class CudaMeasurer:
 
     def compile(self, task: Task, candidates: Sequence[Candidate]) -> None:
         cases = [call.case(c) for call in task.calls for c in candidates]
-        precompile(list(dict.fromkeys(cases)), self.capability)
+        jobs = max(1, processors() // self._workers)
+        precompile(list(dict.fromkeys(cases)), self.capability, jobs=jobs)
 
     def measure(self, task: Task, candidates: Sequence[Candidate], turns: int) -> list[Outcome]:
         if self._bench is None or self._bench.task is not task:
@@ -79,11 +84,11 @@ class CudaMeasurer:
                 else:
                     timed.append((candidate, bench.timed(candidate)))
             except Exception as error:  # compilers and launches raise what they like
-                outcomes[candidate] = Outcome("failed", _first_line(error))
+                outcomes[candidate] = Outcome("failed", first_line(error))
                 try:
                     torch.cuda.synchronize()
                 except Exception:
-                    raise DeviceLost(candidate, _first_line(error)) from error
+                    raise DeviceLost(candidate, first_line(error)) from error
         # Each has run before, so what fails has been found.
         bodies = [one.replay for _, calls in timed for one in calls]
         times = iter(interleaved(bodies, turns)) if bodies else iter(())
@@ -178,6 +183,20 @@ def _nbytes(arguments: Arguments) -> int:
     return sum(v.numel() * v.element_size() for value in arguments.values() for v in each(value))
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+def measurer_on(card: Card, *, context: int, workers: int, identity: Identity) -> CudaMeasurer:
+    """The measurer of a worker, which sees one device.
+
+    Args:
+        context, workers: of `CudaMeasurer`.
+        identity: what the device must be.
+
+    Raises:
+        OptionError: the device is another one than the card.
+    """
+    found = device_identity(), card_uuid(torch.cuda.current_device())
+    if found != (identity, card.uuid):
+        raise OptionError(
+            f"device {card.index}: expected {identity.device} {card.uuid} in its worker, got "
+            f"{found[0].device} {found[1]}; set CUDA_VISIBLE_DEVICES to the devices that are meant"
+        )
+    return CudaMeasurer(context, workers)

@@ -1,8 +1,9 @@
 """Journal: what has been measured, one JSON line each, so that nothing is measured twice.
 
 A line is appended and synced before the next measurement begins; what a crash tears is the last
-line, which is left out when the file is read. Lines of another device, version or template have
-other keys and stay as they are.
+line, which is left out when the file is read. Writers of several processes take turns under a lock,
+so their lines never mix. Lines of another device, version or template have other keys and stay as
+they are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dflash_graph.errors import ProfileError
 
 #: Part of every key; raised when equal records would no longer mean the same.
 SCHEMA: Final = 1
+
+_LOCK_SECONDS: Final = 60.0
 
 Status = Literal["ok", "wrong", "failed"]
 
@@ -40,6 +43,12 @@ class Outcome:
     status: Status
     message: str = ""
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def first_line(error: Exception) -> str:
+    """What an outcome says of an error: its class and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def record_key(*parts: object) -> str:
@@ -100,14 +109,19 @@ class Journal:
             about: what it is of, for people.
 
         Raises:
-            ProfileError: it cannot be written.
+            ProfileError: it cannot be written, or another writer takes too long.
         """
+        import filelock
+
         samples = {name: [round(v, 3) for v in s] for name, s in outcome.samples.items()}
         outcome = Outcome(outcome.status, outcome.message, samples)
         record = {"key": key, **about, **vars(outcome)}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+b") as file:
+            lock = filelock.FileLock(
+                self.path.with_name(f"{self.path.name}.lock"), timeout=_LOCK_SECONDS
+            )
+            with lock, self.path.open("a+b") as file:
                 # After a torn line a record begins on a line of its own.
                 file.seek(0, os.SEEK_END)
                 if file.tell():
@@ -117,6 +131,11 @@ class Journal:
                 file.write(json.dumps(record).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
+        except filelock.Timeout as error:
+            raise ProfileError(
+                f"{self.path}: expected its lock within {_LOCK_SECONDS:.0f} s, got none; another "
+                f"process holds {error.lock_file}"
+            ) from error
         except OSError as error:
             raise ProfileError(
                 f"{self.path}: expected to write a journal, got {error.strerror}"

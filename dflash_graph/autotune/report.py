@@ -300,6 +300,8 @@ def decisions_text(decisions: Sequence[Decision]) -> str:
     for decision in decisions:
         winner, second, incumbent = decision.microseconds
         lines.append(f"{decision.task.name}: {decision.result}")
+        if decision.message:
+            lines.append(f"  {decision.message}")
         lines.append(f"  {decision.tried} candidates tried, {decision.failed} failed or wrong")
         if decision.winner is not None:
             lines.append(f"  fastest    {winner:.1f} us  {decision.winner}")

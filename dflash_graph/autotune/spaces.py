@@ -1,7 +1,7 @@
 """Spaces: which tiles and launch parameters a family of ops may be tried with.
 
 Tiles and warps order sums, so one choice holds for every number of rows, and ops whose bits must
-agree (the heads; a recurrence and its commit) share one. Stages, PDL and TRIGGER leave bits alone.
+agree (the heads) share one. Stages, PDL and TRIGGER leave bits alone.
 What a template does not declare is no axis, so a space survives a hole that comes or goes.
 """
 
@@ -19,7 +19,7 @@ from dflash_graph.op import Sizes
 #: Stages that any kernel is tried with, where it has a loop to overlap.
 DEPTHS: Final = (1, 2, 3, 4, 5, 6)
 #: Tiles that change when a successor may begin, and nothing else.
-LAUNCH_TILES: Final = ("TRIGGER",)
+LAUNCH_TILES: Final = {"TRIGGER": (0, 1, 2)}
 
 Axes = Mapping[str, tuple[int, ...]]
 
@@ -180,7 +180,7 @@ def _launches(tiles: Mapping[str, int], has_pdl: bool) -> Iterator[tuple[dict[st
     names = [name for name in LAUNCH_TILES if name in tiles]
     yield {name: tiles[name] for name in names}, False
     if has_pdl:
-        for values in product((0, 1), repeat=len(names)):
+        for values in product(*(LAUNCH_TILES[name] for name in names)):
             yield dict(zip(names, values, strict=True)), True
 
 
@@ -300,18 +300,12 @@ _HEAD = Space(
     prefix=False,  # columns that are skipped stand first
 )
 
-#: A fold must have the bits of the run before it.
-_GDN = Space(
-    keys={
-        "gdn_mixer": ("key_heads", "key_dim", "value_heads", "value_dim", "taps"),
-        "gdn_commit": ("Hk", "Dk", "Hv", "Dv", "depth"),
-    },
-    shares={
-        "gdn_mixer": ("key_heads", "key_dim", "value_heads", "value_dim"),
-        "gdn_commit": ("Hk", "Dk", "Hv", "Dv"),
-    },
-    tiles=lambda n, dtype: {"BLOCK_V": (16, 32, 64)},
-    warps=(2, 4, 8),
+_GDN = tuple(
+    Space(keys={op: keys}, tiles=lambda n, dtype: {"BLOCK_V": (16, 32, 64)}, warps=(2, 4, 8))
+    for op, keys in (
+        ("gdn_mixer", ("key_heads", "key_dim", "value_heads", "value_dim", "taps")),
+        ("gdn_commit", ("Hk", "Dk", "Hv", "Dv", "depth")),
+    )
 )
 
 _ROWS = tuple(
@@ -324,7 +318,7 @@ _ROWS = tuple(
 )
 
 #: Every space; an op has one at most.
-SPACES: Final[tuple[Space, ...]] = (*_PRODUCTS, *_ATTENTION, _HEAD, _GDN, *_ROWS)
+SPACES: Final[tuple[Space, ...]] = (*_PRODUCTS, *_ATTENTION, _HEAD, *_GDN, *_ROWS)
 
 
 def space_of(op: str) -> Space | None:

@@ -15,7 +15,7 @@ from dflash_graph.autotune.spaces import Candidate, Space, space_of, tuned_ops
 from dflash_graph.choices import Choice, Choices, Entry
 from dflash_graph.errors import OptionError
 from dflash_graph.graph import Graph, Node
-from dflash_graph.kernels import KernelCase, default_choice, kernel_case, row_bucket
+from dflash_graph.kernels import KernelCase, device_choice, kernel_case, row_bucket
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_startup
 from dflash_graph.op import Attribute, Sizes, Specs
@@ -141,11 +141,7 @@ class Task:
 
 
 def _choice(call: Call, choices: Choices | None) -> Choice:
-    default = default_choice(call.op, call.sizes, call.dtype)
-    if choices is None:
-        return default
-    found = choices.find(call.op, call.sizes, call.dtype, call.rows)
-    return found or Choice(default.tiles, default.num_warps, default.num_stages, choices.pdl)
+    return device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
 
 
 def _traffic(call: Call) -> int:

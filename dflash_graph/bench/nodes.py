@@ -24,8 +24,8 @@ from dflash_graph.errors import OptionError
 from dflash_graph.executors import RoundExecutor
 from dflash_graph.kernels import node_case
 from dflash_graph.lowering.segment import Launch
-from dflash_graph.profile.document import Ceiling
 from dflash_graph.profile.measured import ExecutorTimes
+from dflash_graph.profile.parts import Ceiling
 from dflash_graph.rounds import Rounds
 
 _HOST_CEILING_BYTES: Final = 256 << 20

@@ -1,23 +1,18 @@
-"""`autotune`: measure kernel choices on this machine's GPU, and look after what was measured."""
+"""`autotune`: measure kernel choices on this machine's GPUs, and look after what was measured."""
 
 from __future__ import annotations
 
-import re
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from dflash_graph.cli.autotune_run import RUN, Geometry, MaxBatch, run
 from dflash_graph.cli.output import AsJson, print_json, write
 from dflash_graph.cli.selection import Dtype, GraphDraftTokens, GraphDtype, select_pair
 from dflash_graph.options import MAX_BATCH
 
 if TYPE_CHECKING:
-    from dflash_graph.autotune import Decision, Task, Tuner
     from dflash_graph.choices import Choices
 
 NAME: Final = "autotune"
@@ -27,11 +22,7 @@ Examples:
   dflash-graph autotune run --help
   dflash-graph autotune status"""
 _EXAMPLES: Final[dict[str, str]] = {
-    "run": """\b
-Examples:
-  dflash-graph autotune run --geometry qwen3.5-27b-dflash2 --budget 600s
-  dflash-graph autotune run --geometry demo-dflash2 --op linear_norm --json
-  dflash-graph autotune run --geometry demo-dflash2 --draft-tokens 15 --list""",
+    "run": RUN,
     "status": """\b
 Examples:
   dflash-graph autotune status --json
@@ -70,9 +61,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Geometry = Annotated[
-    str | None, typer.Option("--geometry", metavar="NAME", help="A shipped pair of configs.")
-]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -85,208 +73,9 @@ File = Annotated[
     Path | None,
     typer.Option("--profile", metavar="FILE", help="A profile that goes before all others."),
 ]
-MaxBatch = Annotated[
-    int, typer.Option(min=1, max=MAX_BATCH, metavar="N", help="Rounds of every B from 1 to this.")
-]
 Profile = Annotated[str, typer.Argument(metavar="PROFILE", help="A file, or one that ships.")]
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
-_SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def _seconds(text: str) -> float:
-    found = _TIME.fullmatch(text)
-    if found is None or float(found[1]) <= 0:
-        raise typer.BadParameter(f"expected a time such as 600s, 10m or 1h, got {text!r}")
-    return float(found[1]) * _SECONDS[found[2]]
-
-
-@app.command("run", short_help="Measure, on this machine's GPU.", epilog=_EXAMPLES["run"])
-def run(
-    geometry: Geometry = None,
-    target: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A target's directory.")
-    ] = None,
-    draft: Annotated[Path | None, typer.Option(metavar="DIR", help="A draft's directory.")] = None,
-    op: Annotated[
-        list[str] | None, typer.Option(metavar="OP", help="Only this op; repeat for several.")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="Begin no measurement after this: 600s, 10m, 1h."),
-    ] = None,
-    draft_tokens: GraphDraftTokens = None,
-    max_batch: MaxBatch = MAX_BATCH,
-    dtype: GraphDtype = Dtype.bfloat16,
-    context: Annotated[
-        int, typer.Option(min=16, metavar="N", help="Tokens of each request before the round.")
-    ] = 2048,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Where winners go. Default: the user's profile of the device."
-        ),
-    ] = None,
-    journal: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What is measured. Default: beside the user's profiles."),
-    ] = None,
-    is_list: Annotated[
-        bool, typer.Option("--list", help="Only list what would be tuned; needs no GPU.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Measure what the rounds of a geometry launch, and store what is faster.
-
-    Candidates are checked against the float64 reference, and must give a row the same bits for any
-    number of rows. One replaces what runs now only where it is faster by more than the noise. What
-    is measured is kept in a journal: the same command goes on where it was interrupted.
-    """
-    seconds = None if budget is None else _seconds(budget)
-    if (geometry is None) == (target is None):
-        raise typer.BadParameter("give either --geometry or --target")
-    pair, tokens = select_pair(geometry, target, draft, draft_tokens, dtype)
-    from dflash_graph.autotune.tasks import find_tasks
-
-    if is_list:
-        tasks = find_tasks(pair, draft_tokens=tokens, max_batch=max_batch, ops=op or ())
-        _list(tasks, as_json)
-        return
-    from dflash_graph.autotune.session import journal_path, tune
-    from dflash_graph.errors import OptionError
-    from dflash_graph.profile_store import device_identity, lookup, user_file
-
-    try:
-        identity = device_identity()
-    except OptionError:
-        raise OptionError(
-            "autotune run: expected a CUDA device to measure on, got none (torch sees no CUDA "
-            "device); --list and the other commands need none"
-        ) from None
-    tasks = find_tasks(pair, draft_tokens=tokens, max_batch=max_batch, ops=op or ())
-    from dflash_graph.autotune.device import CudaMeasurer
-    from dflash_graph.autotune.journal import Journal
-    from dflash_graph.autotune.tuner import Tuner
-
-    kept = Journal(journal or journal_path(identity))
-    path = profile or user_file(identity.device, identity.capability)
-    choices = lookup(identity, path if profile is not None and profile.exists() else None)
-    tuner = Tuner(CudaMeasurer(context), kept, identity, seconds)
-    decisions: list[Decision] = []
-    with _progress(tuner, tasks) as began:
-        for decision in tune(tasks, tuner, choices, path, began=began):
-            decisions.append(decision)
-    if as_json:
-        print_json(
-            {
-                "device": identity.device,
-                "capability": identity.capability,
-                "versions": dict(identity.versions),
-                "profile": str(path),
-                "journal": str(kept.path),
-                "measured": tuner.measured,
-                "tasks": [decision.document() for decision in decisions],
-            }
-        )
-        return
-    from dflash_graph.autotune.report import decisions_text
-
-    write(decisions_text(decisions))
-    won = sum(decision.result == "won" for decision in decisions)
-    write(f"\n{tuner.measured} measurements made; {won} choices stored in {path}\n")
-    if any(decision.result == "unfinished" for decision in decisions):
-        write("the budget ended: the same command goes on from here\n")
-
-
-def _list(tasks: tuple[Task, ...], as_json: bool) -> None:
-    from dflash_graph.autotune.report import launches_text
-    from dflash_graph.report import size_text
-
-    launches = [sum(max(c.launches for c in part.calls) for part in t.parts) for t in tasks]
-    if as_json:
-        rows = [
-            {
-                "task": task.name,
-                "row_tiles": list(task.buckets),
-                "launches": count,
-                "bytes": task.weight,
-            }
-            for task, count in zip(tasks, launches, strict=True)
-        ]
-        print_json({"tasks": rows})
-        return
-    for task, count in zip(tasks, launches, strict=True):
-        tiles = " ".join(map(str, task.buckets))
-        write(
-            f"{task.name}\n  {launches_text(count)}, {size_text(task.weight)}, row tiles {tiles}\n"
-        )
-
-
-_Say = Callable[[str, int, int, float], None]
-
-
-class _Began:
-    """Notes what is being tuned and says how long it may take.
-
-    Args:
-        say: takes what is tuned, candidates done, their number, and seconds left.
-    """
-
-    def __init__(self, tuner: Tuner, tasks: tuple[Task, ...], say: _Say) -> None:
-        self._tuner = tuner
-        self._tasks = tasks
-        self._say = say
-        self._index = 0
-        self._start = time.monotonic()
-        tuner.progress = self.progress
-
-    def __call__(self, index: int, task: Task) -> None:
-        self._index = index
-
-    def progress(self, name: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        share = (self._index + done / max(1, total)) / len(self._tasks)
-        left = (now - self._start) * (1 - share) / share if share else float("inf")
-        left = min(left, self._tuner.left)
-        self._say(f"{self._index + 1} of {len(self._tasks)}  {name}", done, total, left)
-
-
-def _lines() -> _Say:
-    """Says a line on stderr now and then."""
-    said = time.monotonic()
-
-    def say(what: str, done: int, total: int, left: float) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if done and now - said < 10.0:
-            return
-        said = now
-        typer.echo(f"{what}: {done} of {total} candidates{_left(left)}", err=True)
-
-    return say
-
-
-def _left(seconds: float) -> str:
-    if seconds == float("inf"):
-        return ""
-    seconds = max(0.0, seconds)
-    return f", {seconds / 60:.0f} min left" if seconds >= 90 else f", {seconds:.0f} s left"
-
-
-@contextmanager
-def _progress(tuner: Tuner, tasks: tuple[Task, ...]) -> Iterator[_Began]:
-    """Lines on stderr, on a terminal one that changes."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status("tuning") as status:
-
-            def say(what: str, done: int, total: int, left: float) -> None:
-                status.update(f"{what}: {done} of {total}{_left(left)}")
-
-            yield _Began(tuner, tasks, say)
-    else:
-        yield _Began(tuner, tasks, _lines())
+app.command("run", short_help="Measure, on this machine's GPUs.", epilog=RUN)(run)
 
 
 @app.command("status", short_help="What there is.", epilog=_EXAMPLES["status"])

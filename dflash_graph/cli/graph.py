@@ -37,6 +37,7 @@ EPILOG: Final = """\b
 Examples:
   dflash-graph graph --preset qwen3.5-27b-dflash2 --region verify/layer.3
   dflash-graph graph --preset demo-dflash2 --format dot
+  dflash-graph graph --preset demo-dflash2 --backend triton --declared
   dflash-graph graph --preset qwen3.5-27b-dflash2 --cost --context 8192
   dflash-graph graph --target TARGET_DIR --draft DRAFT_DIR --segment finish"""
 
@@ -86,6 +87,13 @@ def command(
         str | None,
         typer.Option(metavar="PREFIX", help="Only nodes of this region, such as verify/layer.3."),
     ] = None,
+    declared: Annotated[
+        bool,
+        typer.Option(
+            "--declared",
+            help="The graph as models declare it, before ops are combined for kernels.",
+        ),
+    ] = False,
     values: Annotated[bool, typer.Option("--values", help="Text: a table of all values.")] = False,
     cost: Annotated[
         bool, typer.Option("--cost", help="Print bytes and operations per region instead.")
@@ -94,7 +102,11 @@ def command(
         int, typer.Option(min=0, metavar="N", help="Tokens before the block, for --cost.")
     ] = 0,
 ) -> None:
-    """Print the op graph of a round's segment, or its costs. Reads no weights."""
+    """Print the op graph of a round's segment as the backend runs it, or its costs. Reads no
+    weights.
+
+    For triton, ops that one kernel computes are one op. Prefill is the same for every backend.
+    """
     if as_json:
         form = Format.json
     folding = _collapse(collapse)
@@ -102,6 +114,10 @@ def command(
         raise typer.BadParameter(f"--cost prints text or json, not {form.value}")
     pair, columns = select_pair(preset, target, draft, draft_tokens, dtype)
     graph = _declare(pair, segment, columns, batch, prefill_chunk, backend)
+    if not declared:
+        from dflash_graph.passes.combine import combine
+
+        graph = combine(graph)
     if region is not None:
         graph = _within(graph, region)
     if cost:
@@ -140,13 +156,19 @@ def _declare(
     prefill_chunk: int,
     backend: Lowering,
 ) -> Graph:
-    from dflash_graph.models.round import declare_first_token, declare_prefill, declare_round
+    from dflash_graph.models.round import (
+        backend_of,
+        declare_first_token,
+        declare_prefill,
+        declare_round,
+    )
 
+    served = backend_of(segment.value, backend.value)
     if segment is Segment.prefill:
-        return declare_prefill(pair, backend.value, tokens=prefill_chunk)
+        return declare_prefill(pair, served, tokens=prefill_chunk)
     if segment is Segment.first_token:
-        return declare_first_token(pair, backend.value)
-    declared = declare_round(pair, backend.value, draft_tokens=draft_tokens, batch=batch)
+        return declare_first_token(pair, served)
+    declared = declare_round(pair, served, draft_tokens=draft_tokens, batch=batch)
     return declared.forward if segment is Segment.forward else declared.finish
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import typer
 
-from dflash_graph.cli import profile_build, profile_read
+from dflash_graph.cli import profile_acceptance, profile_build, profile_read, profile_what_if
 
 NAME: Final = "profile"
 SHORT: Final = "Build, show, compare and check profiles of a start-up."
@@ -17,12 +17,12 @@ Examples:
 
 _COMMANDS: Final = (
     ("build", profile_build.build, profile_build.BUILD),
-    ("what-if", profile_build.what_if, profile_build.WHAT_IF),
+    ("what-if", profile_what_if.what_if, profile_what_if.WHAT_IF),
     ("list", profile_read.list_profiles, profile_read.LIST),
     ("show", profile_read.show, profile_read.SHOW),
     ("diff", profile_read.diff, profile_read.DIFF),
     ("lint", profile_read.lint, profile_read.LINT),
-    ("acceptance", profile_read.acceptance, profile_read.ACCEPTANCE),
+    ("acceptance", profile_acceptance.acceptance, profile_acceptance.ACCEPTANCE),
     ("export", profile_read.export, profile_read.EXPORT),
 )
 

@@ -1,9 +1,7 @@
-"""`profile build` and `profile what-if`: profiles and plans from configs, and measured rounds."""
+"""`profile build`: profiles from configs, and of rounds that are started and timed."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -26,26 +24,20 @@ from dflash_graph.cli.selection import (
     select_pair,
 )
 from dflash_graph.errors import OptionError
-from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
+from dflash_graph.options import MAX_BATCH
 
 if TYPE_CHECKING:
     from dflash_graph.choices import Choices
     from dflash_graph.models.pair import ModelPair
-    from dflash_graph.profile.build import Resources
-    from dflash_graph.profile.document import Ceiling, Profile
+    from dflash_graph.profile.document import Profile
+    from dflash_graph.profile.executor import Resources
+    from dflash_graph.profile.parts import Ceiling
 
 BUILD: Final = """\b
 Examples:
   dflash-graph profile build --preset demo-dflash2 -o declared.json
   dflash-graph profile build --preset qwen3.5-27b-dflash2 --backend triton --max-batch 1
   dflash-graph profile build --preset demo-dflash2 --measure --max-batch 1 -o measured.json"""
-WHAT_IF: Final = """\b
-Examples:
-  dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --draft-tokens 3 --draft-tokens 7
-  dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --max-batch 4 --memory 80GB"""
-
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
-_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 Measured = Annotated[
     bool, typer.Option("--measure", help="Start rounds and time them, node by node.")
@@ -144,7 +136,7 @@ def build(
             },
             context=context,
             turns=turns,
-            ceiling=_ceiling(ceiling, tflops) if ceiling is not None else None,
+            ceiling=ceiling_of(ceiling, tflops) if ceiling is not None else None,
             tflops=tflops,
             resources=resources,
         )
@@ -161,7 +153,7 @@ def build(
             max_context=max_context,
             prefill_chunk=prefill_chunk,
             context=context,
-            ceiling=_ceiling(ceiling, tflops),
+            ceiling=ceiling_of(ceiling, tflops),
             choices=choices,
             resources=_resources(backend, choices) if resources else None,
         )
@@ -177,105 +169,10 @@ def build(
         write(f"\nwritten to {output}\n")
 
 
-def what_if(
-    preset: Preset = None,
-    target: Target = None,
-    draft: Draft = None,
-    draft_tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=0, max=MAX_DRAFT_TOKENS, metavar="N", help="K; repeat for several. Default: 7."
-        ),
-    ] = None,
-    max_batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, max=MAX_BATCH, metavar="N", help="B; repeat for several. Default: 1, 2, 4, 8."
-        ),
-    ] = None,
-    max_context: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, metavar="N", help="Tokens of a request; repeat for several. Default: 8192."
-        ),
-    ] = None,
-    context: Context = 0,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory of a device, such as 80GB: what fits it is searched."
-        ),
-    ] = None,
-    context_limit: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The longest context that is searched.")
-    ] = 1 << 20,
-    prefill_chunk: PrefillChunk = 1024,
-    backend: GraphBackend = Lowering.eager,
-    dtype: GraphDtype = Dtype.bfloat16,
-    device_profile: DeviceProfile = None,
-    ceiling: ReadCeiling = None,
-    tflops: FlopCeiling = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print memory and floor of other K, B and contexts, and what fits a device. Reads no weights.
-
-    Captured graphs and the driver's own memory come on top; leave room for them in --memory.
-    """
-    given = sorted(set(draft_tokens or ()))
-    pair, columns = select_pair(preset, target, draft, max(given, default=None), dtype)
-    found_k = given or [columns]
-    batches = sorted(set(max_batch or (1, 2, 4, 8)))
-    contexts = sorted(set(max_context or (8192,)))
-    size = None if memory is None else parse_size(memory)
-    choices = select_choices(device_profile)
-    from dflash_graph.profile import text
-    from dflash_graph.profile.what_if import Footprint, scenarios_of
-
-    footprints = [
-        Footprint(
-            pair,
-            backend.value,
-            draft_tokens=k,
-            max_batch=MAX_BATCH if size is not None else batches[-1],
-            prefill_chunk=prefill_chunk,
-            choices=choices,
-        )
-        for k in found_k
-    ]
-    found = scenarios_of(footprints, batches, contexts, context, _ceiling(ceiling, tflops))
-    fits = (
-        []
-        if size is None
-        else [one.fits(size, batches, contexts, context_limit) for one in footprints]
-    )
-    if as_json:
-        print_json(
-            {
-                "scenarios": [{**asdict(one), "total": one.total} for one in found],
-                "fits": [asdict(one) for one in fits],
-            }
-        )
-        return
-    write("\n".join((text.scenarios_text(found), *map(text.fits_text, fits))))
-
-
-def parse_size(size: str) -> int:
-    """Bytes of a text such as 80GB (10^9) or 80GiB (2^30).
-
-    Raises:
-        OptionError: it is no size.
-    """
-    found = _SIZE.fullmatch(size.strip())
-    if found is None:
-        raise OptionError(f"memory: expected a size such as 80GB or 141GiB, got {size!r}")
-    unit = (found[2] or "B").upper()
-    base = 1024 if "I" in unit else 1000
-    return int(float(found[1]) * base ** _POWERS[unit.rstrip("B").rstrip("I")])
-
-
-def _ceiling(read: float | None, tflops: float | None) -> Ceiling:
+def ceiling_of(read: float | None, tflops: float | None) -> Ceiling:
+    """What floors stand on: as stated, else the default."""
     from dflash_graph.profile.build import READ_CEILING
-    from dflash_graph.profile.document import Ceiling
+    from dflash_graph.profile.parts import Ceiling
 
     return Ceiling(read_tb_per_s=read or READ_CEILING, tflop_per_s=tflops)
 

@@ -1,4 +1,4 @@
-"""What reads profiles: `list`, `show`, `diff`, `lint`, `acceptance`, `export`."""
+"""What reads profiles: `list`, `show`, `diff`, `lint`, `export`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dflash_graph.cli.output import AsJson, print_json, write
 from dflash_graph.errors import OptionError, ProfileError
 
 if TYPE_CHECKING:
-    from dflash_graph.profile.document import AcceptanceCounts, ExecutorProfile, Profile
+    from dflash_graph.profile.document import Profile
+    from dflash_graph.profile.parts import ExecutorProfile
 
 LIST: Final = """\b
 Examples:
@@ -34,10 +35,6 @@ Examples:
   dflash-graph profile lint measured.json
   dflash-graph profile lint measured.json --ignore default-config --strict
   dflash-graph profile lint --rules"""
-ACCEPTANCE: Final = """\b
-Examples:
-  dflash-graph profile acceptance rounds.json
-  dflash-graph profile acceptance rounds.json --cost 3=6.1 --cost 7=6.9"""
 EXPORT: Final = """\b
 Examples:
   dflash-graph profile export measured.json --format html -o profile.html
@@ -82,7 +79,7 @@ def list_profiles(
         try:
             profile = Profile.load(path)
         except ProfileError as error:
-            if _is_named(path, SCHEMA):
+            if is_named(path, SCHEMA):
                 damaged.append(str(error))
             continue
         entries.append({"file": path.name, **_summary(profile)})
@@ -124,7 +121,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print where a round's time and bytes go, which kernel runs there, and memory."""
-    profile = _load(file)
+    profile = load(file)
     from dflash_graph.profile import text
 
     chosen = _executor(profile, executor)
@@ -181,7 +178,7 @@ def diff(
     the ratio excludes noise. Rounds that were not both measured are compared by floor.
     """
     limit = None if fail_above is None else parse_share(fail_above)
-    first, second = _load(before), _load(after)
+    first, second = load(before), load(after)
     from dflash_graph.profile.change_text import difference_text
     from dflash_graph.profile.difference import difference
 
@@ -231,7 +228,7 @@ def lint(
         return
     if file is None:
         raise typer.BadParameter("give a FILE, or --rules")
-    found = linting.lint(_load(file), frozenset(ignore or ()))
+    found = linting.lint(load(file), frozenset(ignore or ()))
     if as_json:
         print_json({"findings": [asdict(one) for one in found]})
     else:
@@ -239,49 +236,6 @@ def lint(
     fatal = ("error", "warning") if strict else ("error",)
     if any(one.severity in fatal for one in found):
         raise typer.Exit(1)
-
-
-def acceptance(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A profile, or what generate --json printed.",
-            show_default=False,
-        ),
-    ],
-    cost: Annotated[
-        list[str] | None,
-        typer.Option(metavar="K=MS", help="A round's milliseconds at K; repeat for several K."),
-    ] = None,
-    cost_of: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="Take K and its cost from a measured profile."),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Print how many drafts are accepted, how they survive by position, and the expected best K.
-
-    The best K needs costs of several K. Its uncertainty is that of the counts.
-    """
-    from dflash_graph.profile import acceptance as counting
-    from dflash_graph.profile.text import acceptance_text
-
-    counts = _counts(file)
-    costs = dict(map(_cost_of, cost_of or ())) | dict(map(parse_cost, cost or ()))
-    best = counting.best_k(counts, costs) if costs else None
-    if as_json:
-        print_json(
-            {
-                **counts.model_dump(mode="json"),
-                "tokens_per_round": counting.tokens_per_round(counts),
-                "histogram": counting.histogram(counts),
-                "survival": [asdict(one) for one in counting.survival(counts)],
-                "best_k": None if best is None else asdict(best),
-            }
-        )
-    else:
-        write(acceptance_text(counts, best))
 
 
 def export(
@@ -304,7 +258,7 @@ def export(
     elif file is None:
         raise typer.BadParameter("give a FILE, or --format schema")
     else:
-        made = _exported(_load(file), form)
+        made = _exported(load(file), form)
     if output is None:
         write(made)
         return
@@ -330,47 +284,6 @@ def parse_share(text: str) -> float:
     return share
 
 
-def parse_cost(text: str) -> tuple[int, float]:
-    """A cost: K=MS.
-
-    Raises:
-        OptionError: it is none.
-    """
-    name, _, value = text.partition("=")
-    try:
-        return int(name), float(value)
-    except ValueError:
-        raise OptionError(f"cost: expected K=MS such as 7=6.9, got {text!r}") from None
-
-
-def _cost_of(path: Path) -> tuple[int, float]:
-    profile = _load(path)
-    executor = profile.executors[0]
-    if executor.measured is None:
-        raise ProfileError(f"{path}: expected a measured profile ({executor.name} has no times)")
-    return int(profile.identity.options["draft_tokens"]), executor.measured.median / 1e3
-
-
-def _counts(path: Path) -> AcceptanceCounts:
-    """Counts of a profile, or of the records of rounds in another document."""
-    from dflash_graph.profile.acceptance import counts_in
-    from dflash_graph.profile.document import SCHEMA
-
-    if _is_named(path, SCHEMA):
-        found = _load(path).acceptance
-        if found is None:
-            raise ProfileError(f"{path}: expected counts of rounds, got a profile without any")
-        return found
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ProfileError(f"{path}: expected a profile or records of rounds: {error}") from error
-    try:
-        return counts_in(document)
-    except ProfileError as error:
-        raise ProfileError(f"{path}: {error}") from error
-
-
 def _exported(profile: Profile, form: Format) -> str:
     if form is Format.html:
         from dflash_graph.profile.html import render_html
@@ -383,7 +296,8 @@ def _exported(profile: Profile, form: Format) -> str:
     return profile.to_json()
 
 
-def _load(path: Path) -> Profile:
+def load(path: Path) -> Profile:
+    """A profile from a file."""
     from dflash_graph.profile.document import Profile
 
     return Profile.load(path)
@@ -414,7 +328,7 @@ def _summary(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _is_named(path: Path, schema: str) -> bool:
+def is_named(path: Path, schema: str) -> bool:
     """Whether a file says that it is of a schema, damaged or not."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:

@@ -44,12 +44,15 @@ def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
     Args:
         choices: of one device; the templates' defaults if None.
     """
-    return _cases(_shipped_graphs(), choices)
+    return _cases(shipped_graphs(), choices)
 
 
 @cache
-def _shipped_graphs() -> tuple[Graph, ...]:
-    """Declared once: defaults and the choices of each device are looked up in the same graphs."""
+def shipped_graphs() -> tuple[Graph, ...]:
+    """The combined graphs of the presets that ship.
+
+    Declared once: defaults and the choices of each device are looked up in the same graphs.
+    """
     return tuple(
         graph for pair in _shipped_pairs() for graph in _graphs(pair, MAX_DRAFT_TOKENS, MAX_BATCH)
     )

@@ -73,7 +73,7 @@ def _register_branch_end(op: str, branch: str, extra: Callable[[Sizes], int]) ->
             "groups": extra(n),
             "offset": n.offset,
             "BLOCK_H": block,
-            "ROW_WARPS": min(16, max(1, block // 256)),
+            "ROW_WARPS": min(4, max(1, block // 256)),
         }
 
     register(

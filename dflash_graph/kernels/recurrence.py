@@ -7,19 +7,20 @@ from dflash_graph.kernels.registry import Kernel, power_of_two, register
 from dflash_graph.op import Sizes
 
 
-def _choose(key_dim: int, value_dim: int) -> Choice:
-    """At most 64 values of the state a thread; four warps share the work of one convolution.
+def _choose(values: int, key_dim: int, value_dim: int) -> Choice:
+    """Four warps share the work of one convolution.
 
-    Both ops take the same, since a fold must have the bits of the run before it.
+    Args:
+        values: of the state, at most so many a thread.
     """
-    rows = min(64, power_of_two(value_dim), max(16, 64 * 128 // power_of_two(key_dim)))
+    rows = min(values, power_of_two(value_dim), max(16, values * 128 // power_of_two(key_dim)))
     return Choice({"BLOCK_V": rows}, num_warps=4, num_stages=1)
 
 
 def _mixer_workspace(n: Sizes, choice: Choice) -> int:
-    """Of a program and column: query, key and gates; of a column: what the norm reads."""
-    blocks = -(-n.value_dim // choice.tiles["BLOCK_V"])
-    scratch = blocks * (2 * power_of_two(n.key_dim, 32) + 4)
+    """Of a program and column: query, key, value and gates; of a column: what the norm reads."""
+    block = choice.tiles["BLOCK_V"]
+    scratch = -(-n.value_dim // block) * (2 * power_of_two(n.key_dim, 32) + block + 4)
     return 4 * n.B * n.W * n.value_heads * (scratch + n.value_dim)
 
 
@@ -33,7 +34,7 @@ register(
             "DV": n.value_dim,
             "TAPS": n.taps,
         },
-        choose=lambda n, dtype: _choose(n.key_dim, n.value_dim),
+        choose=lambda n, dtype: _choose(64, n.key_dim, n.value_dim),
         scalars=("eps",),
         workspace=_mixer_workspace,
     )
@@ -49,6 +50,7 @@ register(
             "CHANNELS": n.C,
             "DEPTH": n.depth,
         },
-        choose=lambda n, dtype: _choose(n.Dk, n.Dv),
+        # It only updates, so more programs are worth more than fewer loads of keys.
+        choose=lambda n, dtype: _choose(32, n.Dk, n.Dv),
     )
 )

@@ -60,6 +60,8 @@ class KernelCase:
 
         * `KERNELS`: name of a kernel in it -> its signature, argument -> triton type;
         * `WARPS`, optionally: name -> number of warps of a kernel that does not take the case's;
+        * `AHEAD`, optionally: arguments that a kernel reads before it waits for the launch before
+          it (dependent launches): no launch of a segment may write them;
         * `prepare`, optionally: called once with all tensors by name, before any launch; returns
           further arguments for `launch` (tables of addresses, for example), which live as long as
           the binding;
@@ -134,6 +136,24 @@ def default_choice(op: str, sizes: Sizes, dtype: str) -> Choice:
     return _KERNELS[op].choose(sizes, dtype)
 
 
+def device_choice(op: str, sizes: Sizes, dtype: str, rows: int, choices: Choices | None) -> Choice:
+    """The choice of a device for a call, or the template's default.
+
+    Args:
+        op, sizes, dtype: as for `default_choice`.
+        rows: the row tile of the call.
+        choices: of the device; None for the defaults alone.
+    """
+    default = default_choice(op, sizes, dtype)
+    if choices is None:
+        return default
+    found = choices.find(op, sizes, dtype, rows)
+    if found is None:
+        return replace(default, pdl=choices.pdl)
+    # A hole that is newer than the measurement has its default.
+    return replace(found, tiles={**default.tiles, **found.tiles})
+
+
 def kernel_case(
     op: str,
     specs: Mapping[str, Specs],
@@ -167,11 +187,9 @@ def kernel_case(
     sizes = Sizes({**attributes, **symbols.sizes()})
     if not kernel.takes(sizes):
         return None
-    if choice is None and choices is not None:
+    if choice is None:
         rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
-        choice = choices.find(op, sizes, dtype, rows)
-        choice = choice or replace(kernel.choose(sizes, dtype), pdl=choices.pdl)
-    choice = choice or kernel.choose(sizes, dtype)
+        choice = device_choice(op, sizes, dtype, rows, choices)
     holes = {**kernel.holes(sizes), **choice.tiles, "pdl": choice.pdl}
     if kernel.typed:
         holes["dtype"] = dtype

@@ -176,10 +176,9 @@ def declare_startup(
     """Declare everything a start-up compiles, by name: segments that share a plan and frames.
 
     Rounds come in two kinds: ``round B=n`` for batches of plain greedy rows, ``sampling B=n`` for
-    any. Prefill is declared for references: its products are large. So are the first token and
-    catch-up, whose work is small, but for kernels, which serve them as they do rounds.
+    any. `backend_of` says what the others are declared for.
     """
-    small: Backend = "triton" if backend == "triton" else "eager"
+    small = backend_of("first_token", backend)
     segments: dict[str, tuple[Graph, ...]] = {}
     for batch in range(1, max_batch + 1):
         for name, sampling in (("round", False), ("sampling", True)):
@@ -188,13 +187,25 @@ def declare_startup(
             )
             segments[f"{name} B={batch}"] = declared.segments
     for name, embeddings in (("prefill", False), ("prefill with embeddings", True)):
-        chunk = declare_prefill(pair, "eager", tokens=prefill_chunk, embeddings=embeddings)
+        served = backend_of("prefill", backend)
+        chunk = declare_prefill(pair, served, tokens=prefill_chunk, embeddings=embeddings)
         segments[f"{name} {prefill_chunk}"] = (chunk,)
     segments["first token"] = (declare_first_token(pair, small),)
     segments["sampled first token"] = (declare_first_token(pair, small, sampling=True),)
     if draft_tokens:
         segments["catch-up"] = (declare_catch_up(pair, small, columns=draft_tokens + 1),)
     return segments
+
+
+def backend_of(segment: str, backend: Backend) -> Backend:
+    """What a start-up declares a segment for, where rounds are declared for `backend`.
+
+    Prefill is declared for references: its products are large. So are the first token and catch-up,
+    whose work is small, but for kernels, which serve them as they do rounds.
+    """
+    if segment in ("forward", "finish"):
+        return backend
+    return "triton" if backend == "triton" and segment != "prefill" else "eager"
 
 
 def token_counts(g: GraphBuilder, pair: ModelPair) -> Value:

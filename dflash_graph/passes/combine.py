@@ -3,7 +3,8 @@
 Before: a declared graph. After: for the backend ``triton``, each pattern below is one node; for
 others the graph as it is. A pattern is taken only where nothing else reads what would no longer be
 stored. Values that outlive it (records, features) keep their names, so the segments of a round
-still fit together, and the joint contract says what the ops said one by one.
+still fit together, and the joint contract says what the ops said one by one. One record changes: of
+v and beta a fold needs the correction that verify made of them, which stands in their place.
 
     linear [conv_finish] residual_add rms_norm      linear_residual_norm, linear_conv_residual_norm
     linear rms_norm                                 linear_norm
@@ -76,6 +77,13 @@ class _Rewrite:
     def weight(self, name: str, parts: Sequence[str], spec: TensorSpec) -> str:
         """A weight that the graph did not have; returns its name."""
         self.values[name] = Value(name, spec, "weight", WeightUse(tuple(parts), spec))
+        return name
+
+    def correction(self, value: str) -> str:
+        """The record that stands in the place of the record v of a delta rule; returns its name."""
+        v = self.values[value]
+        name = value.removesuffix(".v") + ".u"
+        self.values[name] = Value(name, TensorSpec(v.spec.shape, "float32"), v.role)
         return name
 
     def replace(self, old: Iterable[Node], new: Sequence[Node], place: Node | None = None) -> None:
@@ -260,8 +268,7 @@ def _delta_net(rewrite: _Rewrite, first: Node) -> bool:
         {
             "out": norm.outputs["out"],
             "k": conv.outputs["k"],
-            "v": conv.outputs["v"],
-            "beta": gates.outputs["beta"],
+            "u": rewrite.correction(conv.outputs["v"]),
             "g": gates.outputs["g"],
         },
         {**conv.attributes, "eps": norm.attributes["eps"]},
@@ -348,7 +355,9 @@ def _commit(rewrite: _Rewrite) -> None:
     pairs = [(fold, moves[fold.region]) for fold in folds]
     lists = {
         "columns": tuple(_one(move, "columns") for _, move in pairs),
-        **{name: tuple(_one(fold, name) for fold, _ in pairs) for name in ("k", "v", "beta", "g")},
+        "k": tuple(_one(fold, "k") for fold, _ in pairs),
+        "u": tuple(rewrite.correction(_one(fold, "v")) for fold, _ in pairs),
+        "g": tuple(_one(fold, "g") for fold, _ in pairs),
         "states": tuple(_one(fold, "state") for fold, _ in pairs),
         "histories": tuple(_one(move, "history") for _, move in pairs),
     }

@@ -14,7 +14,7 @@ from random import Random
 from typing import Final
 
 from dflash_graph.errors import OptionError, ProfileError
-from dflash_graph.profile.document import AcceptanceCounts
+from dflash_graph.profile.parts import AcceptanceCounts
 from dflash_graph.profile.sampling_statistics import Interval, percentiles, wilson
 from dflash_graph.statistics import RoundRecord, Statistics
 
@@ -136,6 +136,22 @@ def histogram(counts: AcceptanceCounts) -> tuple[int, ...]:
 def tokens_per_round(counts: AcceptanceCounts) -> float:
     """Tokens that a round published; 0.0 before the first."""
     return counts.committed / counts.rounds if counts.rounds else 0.0
+
+
+def expected_tokens(counts: AcceptanceCounts, draft_tokens: int) -> float:
+    """Tokens that a round of K drafts is expected to publish.
+
+    Raises:
+        OptionError: K drafts were never verified.
+        ProfileError: the counts cannot have come from rounds.
+    """
+    tokens = _tokens([found.share for found in survival(counts)])
+    if draft_tokens >= len(tokens):
+        raise OptionError(
+            f"acceptance: expected counts of K = {draft_tokens} drafts, got {len(tokens) - 1} "
+            "verified positions"
+        )
+    return tokens[draft_tokens]
 
 
 def best_k(counts: AcceptanceCounts, costs: Mapping[int, float]) -> BestK:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflash_graph.profile.acceptance import histogram, survival
-from dflash_graph.profile.document import AcceptanceCounts
 from dflash_graph.profile.marks import Line, Mark, Tick, count_text, nice_steps
+from dflash_graph.profile.parts import AcceptanceCounts
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from itertools import groupby
 from statistics import median
 from typing import NamedTuple
 
-from dflash_graph.profile.document import (
+from dflash_graph.profile.marks import Dot, Line, Mark, Tick, count_text, nice_steps
+from dflash_graph.profile.parts import (
     BufferProfile,
     Ceiling,
     ExecutorProfile,
@@ -18,7 +19,6 @@ from dflash_graph.profile.document import (
     PlanProfile,
     Samples,
 )
-from dflash_graph.profile.marks import Dot, Line, Mark, Tick, count_text, nice_steps
 from dflash_graph.profile.quantities import rate_text, time_text
 from dflash_graph.profile.regions import node_us, top_region
 from dflash_graph.report import size_text

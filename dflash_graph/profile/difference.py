@@ -14,8 +14,9 @@ from statistics import geometric_mean
 from typing import Literal
 
 from dflash_graph.errors import ProfileError
-from dflash_graph.profile.document import Ceiling, ExecutorProfile, NodeProfile, Profile
+from dflash_graph.profile.document import Profile
 from dflash_graph.profile.floors import node_floor_us
+from dflash_graph.profile.parts import Ceiling, ExecutorProfile, NodeProfile
 from dflash_graph.profile.sampling_statistics import Interval, ratio_interval, sign_test
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dflash_graph.profile.document import Bound, Ceiling, NodeProfile
+from dflash_graph.profile.parts import Bound, Ceiling, NodeProfile
 
 #: A floor below what one launch takes says nothing: latency bounds such a node.
 LAUNCH_US: Final = 2.0

@@ -27,8 +27,9 @@ from dflash_graph.profile.charts import (
     timeline,
     workspace,
 )
-from dflash_graph.profile.document import ExecutorProfile, NodeProfile, Profile
+from dflash_graph.profile.document import Profile
 from dflash_graph.profile.marks import count_text
+from dflash_graph.profile.parts import ExecutorProfile, NodeProfile
 from dflash_graph.profile.quantities import rate_text, ratio_text, time_text
 from dflash_graph.profile.regions import Region, node_us, styles_of, top_region, tree
 from dflash_graph.report import size_text

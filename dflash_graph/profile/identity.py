@@ -16,7 +16,7 @@ import torch
 
 from dflash_graph.choices import Choices
 from dflash_graph.models.pair import ModelPair
-from dflash_graph.profile.document import DeviceIdentity, Identity
+from dflash_graph.profile.parts import DeviceIdentity, Identity
 from dflash_graph.profile_store import running_versions
 
 _PACKAGES: Final = ("dflash-graph", "torch", "triton")

@@ -12,13 +12,8 @@ from math import prod
 from typing import Final, Literal
 
 from dflash_graph.errors import OptionError
-from dflash_graph.profile.document import (
-    ExecutorProfile,
-    NodeProfile,
-    Profile,
-    SegmentProfile,
-    ValueFacts,
-)
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import ExecutorProfile, NodeProfile, SegmentProfile, ValueFacts
 
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("error", "warning", "note")

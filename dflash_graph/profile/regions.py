@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Final
 
-from dflash_graph.profile.document import ExecutorProfile, NodeProfile
+from dflash_graph.profile.parts import ExecutorProfile, NodeProfile
 
 #: Styles of top regions on the page: `c0` to `c6`, and `c7` for all that come after.
 STYLES: Final = 7

@@ -1,30 +1,26 @@
-"""text: a profile, a difference, findings and what-ifs as plain tables for people."""
+"""text: a profile and its acceptance as plain tables for people."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from dflash_graph.errors import ProfileError
 from dflash_graph.profile.acceptance import BestK, histogram, survival, tokens_per_round
-from dflash_graph.profile.document import (
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import (
     AcceptanceCounts,
     ExecutorProfile,
     NodeProfile,
-    Profile,
     SegmentProfile,
 )
 from dflash_graph.profile.sampling_statistics import Interval
-from dflash_graph.profile.what_if import Fits, Scenario
 from dflash_graph.report import size_text, text_table
 
 _NUMBER: Final = re.compile(r"\.\d+(?=/|$)")
 _BAR: Final = 24
-
-#: Lines of a list that a difference prints of each kind.
-_LISTED: Final = 20
 
 
 def head_text(profile: Profile) -> str:
@@ -244,38 +240,6 @@ def best_text(best: BestK) -> str:
     return f"{text_table(head, rows)}expected best: {verdict}\n"
 
 
-def scenarios_text(found: Iterable[Scenario]) -> str:
-    """What-ifs, a line each."""
-    rows = [
-        (
-            str(one.draft_tokens),
-            str(one.max_batch),
-            str(one.max_context),
-            size_text(one.weights),
-            size_text(one.state),
-            size_text(one.arena),
-            size_text(one.frames),
-            size_text(one.total),
-            f"{one.round_floor_us / 1e3:.3f}",
-        )
-        for one in found
-    ]
-    head = ("K", "B", "context", "weights", "state", "arena", "frames", "total", "floor ms")
-    return text_table(head, rows)
-
-
-def fits_text(fits: Fits) -> str:
-    """What fits a device with one K."""
-    lines = [f"K = {fits.draft_tokens} on {size_text(fits.memory_bytes)}"]
-    for batch, tokens in fits.by_batch.items():
-        most = "does not fit" if tokens is None else f"up to {tokens} tokens of context"
-        lines.append(f"  B = {batch}: {most}")
-    for context, requests in fits.by_context.items():
-        most = "does not fit" if requests is None else f"up to B = {requests}"
-        lines.append(f"  {context} tokens of context: {most}")
-    return "\n".join(lines) + "\n"
-
-
 def _totals(executor: ExecutorProfile) -> str:
     text = (
         f"{executor.name}, {executor.context} tokens of context: floor {executor.floor_us:.1f} us"
@@ -340,7 +304,3 @@ def bytes_text(value: int | None) -> str:
 
 def _interval(interval: Interval, form: str) -> str:
     return f"{interval.low:{form}} .. {interval.high:{form}}"
-
-
-def _signed(share: float) -> str:
-    return f"{share:+.1%}"

@@ -11,13 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from dflash_graph.profile.document import (
-    ExecutorProfile,
-    NodeProfile,
-    PlanProfile,
-    Profile,
-    SegmentProfile,
-)
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import ExecutorProfile, NodeProfile, PlanProfile, SegmentProfile
 from dflash_graph.profile.regions import node_us, parts
 
 Event = dict[str, Any]

@@ -1,7 +1,7 @@
-"""what_if: memory and floor of other K, B and contexts, and what fits a device; no weights.
+"""what_if: memory and floor of other K, trees, B and contexts, and what fits a device; no weights.
 
 Graphs are declared and planned once for the largest batch; a smaller one uses some of its
-executors, another context only changes pools and page tables.
+executors, another context only changes pools and page tables. `tree` says what stands for a tree.
 """
 
 from __future__ import annotations
@@ -11,31 +11,37 @@ from dataclasses import dataclass, replace
 
 from dflash_graph.choices import Choices
 from dflash_graph.errors import OptionError
-from dflash_graph.frame import input_layout, output_layout
-from dflash_graph.graph import Backend, Graph
+from dflash_graph.graph import Backend
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_startup, declare_state
-from dflash_graph.passes.combine import combine
-from dflash_graph.profile.document import Ceiling
+from dflash_graph.op import Cost
 from dflash_graph.profile.floors import floor_us
+from dflash_graph.profile.parts import Ceiling
+from dflash_graph.profile.tree import declare_wide, frame_layout, round_costs, tree_columns
 from dflash_graph.report import MemoryReport, startup_memory
 from dflash_graph.state import Capacities, plan_state
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One configuration: its memory by class in bytes, and the floor of its largest round.
+    """One configuration: its memory by class in bytes, and what its largest round takes at least.
 
     Args:
         draft_tokens: K.
+        tree_width: nodes that are verified at each of K depths; 1 is a chain.
+        columns: W.
         max_batch: B.
         max_context: tokens that a request may hold.
-        context: tokens before the block that the floor is for.
+        context: tokens before the block that the round is for.
         weights, state, arena, frames: bytes.
-        round_floor_us: of a greedy round of B requests.
+        round_bytes, round_flops: read and written, and operations, of a greedy round of B requests.
+        round_floor_us: of that round.
+        chain_floor_us: of the same round with a chain.
     """
 
     draft_tokens: int
+    tree_width: int
+    columns: int
     max_batch: int
     max_context: int
     context: int
@@ -43,41 +49,71 @@ class Scenario:
     state: int
     arena: int
     frames: int
+    round_bytes: int
+    round_flops: int
     round_floor_us: float
+    chain_floor_us: float
 
     @property
     def total(self) -> int:
         """Bytes in all; captured graphs and the driver's own come on top."""
         return self.weights + self.state + self.arena + self.frames
 
+    @property
+    def break_even(self) -> float:
+        """How many times the chain's tokens a round must publish to be as fast, by the floors."""
+        return self.round_floor_us / self.chain_floor_us
+
+    @property
+    def most_chain_tokens(self) -> float:
+        """Tokens a round of a chain above which a tree of this K cannot be faster: it publishes at
+        most K + 1.
+        """
+        return (self.draft_tokens + 1) / self.break_even
+
+    def needed_tokens(self, chain_tokens: float) -> float | None:
+        """Tokens a round that break even with a chain that publishes so many; None where that is
+        more than a round can publish.
+        """
+        needed = self.break_even * chain_tokens
+        return needed if needed <= self.draft_tokens + 1 else None
+
 
 @dataclass(frozen=True)
 class Fits:
-    """What fits a device with one K; None where nothing does.
+    """What fits a device with one K and tree width; None where nothing does.
 
     Args:
         draft_tokens: K.
+        tree_width: as in `Scenario`.
         memory_bytes: of the device.
         by_batch: B -> the most tokens of context of each request.
         by_context: context -> the most requests.
     """
 
     draft_tokens: int
+    tree_width: int
     memory_bytes: int
     by_batch: dict[int, int | None]
     by_context: dict[int, int | None]
 
 
 class Footprint:
-    """Memory of one K for every B up to a largest one, at any context.
+    """Memory of one K and tree width for every B up to a largest one, at any context.
+
+    The arena of a tree is planned with a draft of W columns; its peak lies in verify or accept.
 
     Args:
         pair: target and draft.
         backend: the lowering of rounds.
         draft_tokens: K.
+        tree_width: nodes that are verified at each of K depths; 1 is a chain.
         max_batch: the largest B that is asked for.
         prefill_chunk: tokens of a prefill pass.
         choices: of the device that kernels are for.
+
+    Raises:
+        OptionError: a number is out of range.
     """
 
     def __init__(
@@ -86,6 +122,7 @@ class Footprint:
         backend: Backend,
         *,
         draft_tokens: int,
+        tree_width: int = 1,
         max_batch: int,
         prefill_chunk: int,
         choices: Choices | None = None,
@@ -93,6 +130,8 @@ class Footprint:
         if not draft_tokens:
             pair = replace(pair, draft=None)
         self.draft_tokens = draft_tokens
+        self.tree_width = tree_width
+        self.columns = tree_columns(pair, draft_tokens, tree_width)
         self.max_batch = max_batch
         self._segments = declare_startup(
             pair,
@@ -101,9 +140,12 @@ class Footprint:
             max_batch=max_batch,
             prefill_chunk=prefill_chunk,
         )
+        self._wide = dict(self._segments)
+        if tree_width > 1:
+            self._wide |= declare_wide(pair, self._segments, self.columns)
         self._state = declare_state(pair, draft_tokens + 1)
         self._whole = startup_memory(
-            pair, self._segments, draft_tokens + 1, Capacities(max_batch, 1), choices
+            pair, self._wide, draft_tokens + 1, Capacities(max_batch, 1), choices
         )
 
     def memory(self, max_batch: int, max_context: int) -> MemoryReport:
@@ -114,11 +156,11 @@ class Footprint:
         numbers = capacities.bindings()
         executors = []
         for executor in self._whole.executors:
-            graphs = self._segments[executor.name]
-            if graphs[0].key.batch <= max_batch:
+            chain, wide = self._segments[executor.name], self._wide[executor.name]
+            if chain[0].key.batch <= max_batch:
                 frames = (
-                    input_layout(graphs, numbers).nbytes,
-                    output_layout(graphs, numbers).nbytes,
+                    frame_layout(chain, wide, "input", numbers).nbytes,
+                    frame_layout(chain, wide, "output", numbers).nbytes,
                 )
                 executors.append(replace(executor, frames=frames))
         return replace(
@@ -133,9 +175,14 @@ class Footprint:
     ) -> Scenario:
         """Memory and floor of one configuration."""
         memory = self.memory(max_batch, max_context)
-        graphs = self._segments[f"round B={max_batch}"]
+        name = f"round B={max_batch}"
+        chain = costs = tuple(round_costs(self._segments[name], self._segments[name], context))
+        if self.tree_width > 1:
+            costs = tuple(round_costs(self._segments[name], self._wide[name], context))
         return Scenario(
             self.draft_tokens,
+            self.tree_width,
+            self.columns,
             max_batch,
             max_context,
             context,
@@ -143,7 +190,10 @@ class Footprint:
             memory.state.nbytes,
             memory.arena_bytes,
             memory.frame_bytes,
-            round_floor_us(graphs, context, ceiling),
+            sum(cost.bytes for cost in costs),
+            sum(cost.flops for cost in costs),
+            _floor_us(costs, ceiling),
+            _floor_us(chain, ceiling),
         )
 
     def largest_context(self, max_batch: int, memory_bytes: int, limit: int) -> int | None:
@@ -160,6 +210,7 @@ class Footprint:
         """What fits a device, for each of some B and contexts; contexts are searched to `limit`."""
         return Fits(
             self.draft_tokens,
+            self.tree_width,
             memory_bytes,
             {batch: self.largest_context(batch, memory_bytes, limit) for batch in max_batches},
             {context: self.largest_batch(context, memory_bytes) for context in max_contexts},
@@ -175,15 +226,6 @@ class Footprint:
         )
 
 
-def round_floor_us(graphs: Iterable[Graph], context: int, ceiling: Ceiling) -> float:
-    """Sum of the floors of a round's nodes."""
-    return sum(
-        floor_us(cost.bytes, cost.flops, ceiling)
-        for graph in graphs
-        for cost in combine(graph).cost(context=context).values()
-    )
-
-
 def scenarios_of(
     footprints: Sequence[Footprint],
     max_batches: Sequence[int],
@@ -191,10 +233,10 @@ def scenarios_of(
     context: int,
     ceiling: Ceiling,
 ) -> tuple[Scenario, ...]:
-    """Every combination of a footprint's K with B and context.
+    """Every combination of a footprint's K and tree width with B and context.
 
     Args:
-        footprints: one of each K.
+        footprints: one of each K and tree width.
         max_batches, max_contexts: as in `Scenario`.
         context: tokens before the block that floors are for.
         ceiling: what floors stand on.
@@ -202,7 +244,7 @@ def scenarios_of(
     Raises:
         OptionError: `context` and a block do not fit one of the contexts.
     """
-    columns = max(footprint.draft_tokens for footprint in footprints) + 1
+    columns = max(footprint.columns for footprint in footprints)
     room = min(max_contexts) - columns
     if context > room:
         raise OptionError(
@@ -215,6 +257,11 @@ def scenarios_of(
         for batch in max_batches
         for tokens in max_contexts
     )
+
+
+def _floor_us(costs: Iterable[Cost], ceiling: Ceiling) -> float:
+    """Sum of the floors of nodes."""
+    return sum(floor_us(cost.bytes, cost.flops, ceiling) for cost in costs)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int | None:

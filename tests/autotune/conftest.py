@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_graph import profile_store
+from dflash_graph.autotune import crew
 from dflash_graph.choices import Entry
 from dflash_graph.profile_store import Identity, template_hash
 
@@ -23,6 +25,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(profile_store.VARIABLE, str(found))
     monkeypatch.setattr(profile_store, "_said", set())
     return found
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests hand to workers is imported there by its name."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+
+
+@pytest.fixture
+def quick_starts(importable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are forked from a process that has imported what they need and runs nothing."""
+    monkeypatch.setattr(crew, "_START", "forkserver")
+    multiprocessing.set_forkserver_preload(["dflash_graph.autotune.worker"])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ def microseconds(candidate: Candidate, rows: int) -> float:
     time = 100.0 + abs(tiles.get("BLOCK_O", 64) - 64) + 5.0 * abs(candidate.num_warps - 8)
     time += 0.01 * abs(tiles.get("BLOCK_I", 64) - 64) + 3.0 * (tiles.get("SPLIT", 1) - 1)
     time += 2.0 * abs(stages - (4 if rows <= 16 else 2))
-    return time - (4.0 if candidate.pdl else 0.0) - (2.0 * tiles.get("TRIGGER", 0))
+    return time - (4.0 if candidate.pdl else 0.0) - (2.0 * (tiles.get("TRIGGER") == 1))
 
 
 class FakeDevice:

@@ -59,7 +59,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(device, "interleaved", interleaved)
     monkeypatch.setattr(device, "device_identity", lambda: IDENTITY)
     monkeypatch.setattr(device, "Inputs", lambda _, context: Inputs("cpu", context))
-    monkeypatch.setattr(device, "precompile", lambda cases, sm: found.compiled.extend(cases))
+    monkeypatch.setattr(device, "precompile", lambda cases, sm, jobs: found.compiled.extend(cases))
     for name, value in {
         "synchronize": synchronize,
         "empty_cache": lambda: None,

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 # Imported before a test replaces what they import.
+from dflash_graph.autotune import cards as cards_module
 from dflash_graph.autotune import device as device_module
 from dflash_graph.autotune import report as report_module
+from dflash_graph.autotune.cards import Card
+from dflash_graph.autotune.crew import Running
 from dflash_graph.choices import Entry, shipped_choices
-from dflash_graph.cli import PROGRAM, app
+from dflash_graph.cli import PROGRAM, app, autotune_progress
 from dflash_graph.profile_store import Identity, file_name, lookup, read_profile, save, user_file
 
+from . import worker_devices
 from .fake_device import FakeDevice
 
 MakeEntry = Callable[..., Entry]
@@ -268,6 +276,16 @@ def test_run_lists_without_one(no_gpu: None) -> None:
         (("--geometry", "none"), 1, "preset: expected one of"),
         (("--geometry", "demo-dflash", "--op", "no_op", "--list"), 1, "op: expected one of"),
         (("--target", "nowhere", "--list"), 1, "nowhere"),
+        (
+            ("--geometry", "demo-dflash", "--devices", "one"),
+            1,
+            "devices: expected indices of CUDA devices with commas between, such as 0,1, got 'one'",
+        ),
+        (
+            ("--geometry", "demo-dflash", "--devices", "0,1,0", "--list"),
+            1,
+            "devices: expected each device once, got 0 more than once in '0,1,0'",
+        ),
     ],
 )
 def test_run_refuses(arguments: tuple[str, ...], code: int, said: str) -> None:
@@ -330,6 +348,136 @@ def test_run_stores_where_it_is_told(device: FakeDevice, tmp_path: Path, folder:
     assert cli(*RUN, "--profile", path, "--journal", journal).exit_code == 0
     assert len(read_profile(path).entries) == 1 and journal.exists()
     assert not folder.exists()
+
+
+# ---------------------------------------------------------------- run on several devices
+
+SHARED = ("run", "--geometry", "demo-dflash2", "--op", "rms_norm", "--op", "rope_append")
+
+
+@pytest.fixture
+def cards(importable: None, monkeypatch: pytest.MonkeyPatch, identity: Identity) -> None:
+    """A machine with two devices that are formulas."""
+    found = (Card(0, "0", "GPU-0"), Card(1, "1", "GPU-1"))
+    monkeypatch.setattr("dflash_graph.profile_store.device_identity", lambda: identity)
+    monkeypatch.setattr(cards_module, "find_cards", lambda indices: (found, identity))
+    monkeypatch.setattr(device_module, "measurer_on", worker_devices.measurer_on)
+    monkeypatch.setattr(device_module, "CudaMeasurer", lambda context: FakeDevice(0.01))
+
+
+def test_devices_share_a_run(cards: None, identity: Identity, tmp_path: Path) -> None:
+    """With processes that are started as they are for devices that are real."""
+    one = json.loads(cli(*SHARED, "--json", "--profile", tmp_path / "p", "--journal",
+                         tmp_path / "j").stdout)  # fmt: skip
+    done = cli(*SHARED, "--devices", "0,1", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["devices"] == [0, 1] and "devices" not in one
+    assert {task["device_index"] for task in report["tasks"]} <= {0, 1}
+    assert report["measured"] == sum(task["measured"] for task in report["tasks"])
+    assert report["measured"] == one["measured"] > 0
+    for task, alone in zip(report["tasks"], one["tasks"], strict=True):
+        assert {name: task[name] for name in alone} == alone
+    assert read_profile(report["profile"]).entries == tuple(
+        dataclasses.replace(entry, source=report["profile"])
+        for entry in read_profile(tmp_path / "p").entries
+    )
+    begun = [line for line in done.stderr.splitlines() if ": 0 of " in line]
+    assert len(begun) == len(report["tasks"])
+    assert begun[0].startswith("0 of 2 tasks; device ") and begun[0].endswith(" candidates")
+
+
+def test_devices_share_a_run_for_people(cards: None, quick_starts: None) -> None:
+    done = cli(*SHARED, "--devices", "0,1")
+    assert done.exit_code == 0, done.output
+    names = [line.split(" ")[0] for line in done.stdout.splitlines() if line.endswith(": won")]
+    listed = json.loads(ok(*SHARED, "--list", "--json"))["tasks"]
+    assert names == [task["task"].split(" ")[0] for task in listed], "in the order of tasks"
+    assert " measurements made; 2 choices stored in " in done.stdout
+    done = cli(*SHARED, "--devices", "0,1", "--budget", "0.000001s")
+    assert done.exit_code == 0 and "\n0 measurements made" in done.stdout
+    assert "the budget ended: the same command goes on from here" in done.stdout
+
+
+def test_a_run_with_tasks_that_failed_says_so(
+    cards: None, quick_starts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_module, "measurer_on", worker_devices.killer_on)
+    done = cli(*SHARED, "--devices", "0,1", "--json")
+    assert done.exit_code == 1
+    report = json.loads(done.stdout)
+    assert {task["result"] for task in report["tasks"]} == {"failed"}
+    assert report["measured"] == 0
+    assert done.stderr.splitlines()[-1] == (
+        "error: autotune run: expected 2 tasks to be decided, got 2 that failed; the same command "
+        "tries them again"
+    )
+    for task in report["tasks"]:
+        assert task["message"] == "its process ended with SIGKILL"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_shows_all_devices(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    crew = SimpleNamespace(running={}, finished=0, left=float("inf"), progress=None)
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr("time.monotonic", lambda: now.seconds)
+    if terminal:
+        status = SimpleNamespace(update=said.append)
+        console = SimpleNamespace(status=lambda text: contextlib.nullcontext(status))
+        monkeypatch.setattr("rich.console.Console", lambda stderr: console)
+    else:
+        monkeypatch.setattr("typer.echo", lambda line, err: said.append(line))
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: terminal))
+    with autotune_progress.shared_progress(crew, 4):
+        crew.running[1] = Running("linear O=1", 0, 40)
+        crew.progress(1)
+        crew.running[0] = Running("rms_norm H=2", 0, 20)
+        crew.progress(0)
+        crew.finished, crew.running[0] = 1, Running("rms_norm H=2", 10, 20)
+        now.seconds += 30
+        crew.progress(0)
+        now.seconds += 1
+        crew.progress(0)
+        crew.left = 20.0
+        crew.running[0] = Running("rms_norm H=3", 0, 20)
+        crew.progress(0)
+        crew.finished = 4
+        crew.running.clear()
+        crew.progress(0)
+    if terminal:
+        assert said[0] == "0 of 4 tasks\n  device 1  linear O=1: 0 of 40"
+        assert said[2] == (
+            "1 of 4 tasks, 50 s left\n  device 0  rms_norm H=2: 10 of 20\n"
+            "  device 1  linear O=1: 0 of 40"
+        )
+        assert said[4].startswith("1 of 4 tasks, 20 s left\n  device 0  rms_norm H=3")
+        assert said[5] == "4 of 4 tasks, 0 s left"
+    else:
+        assert said == [
+            "0 of 4 tasks; device 1  linear O=1: 0 of 40 candidates",
+            "0 of 4 tasks; device 0  rms_norm H=2: 0 of 20 candidates",
+            "1 of 4 tasks, 50 s left; device 0  rms_norm H=2: 10 of 20 candidates",
+            "1 of 4 tasks, 20 s left; device 0  rms_norm H=3: 0 of 20 candidates",
+        ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_real_devices_share_a_run(tmp_path: Path) -> None:
+    arguments = ("run", "--geometry", "demo-dflash2", "--op", "rms_norm", "--devices", "0,1")
+    done = cli(*arguments, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["devices"] == [0, 1] and report["measured"] > 0
+    assert report["measured"] == sum(task["measured"] for task in report["tasks"])
+    assert len(Path(report["journal"]).read_text().splitlines()) == report["measured"]
+    for task in report["tasks"]:
+        assert task["result"] in ("won", "kept", "not resolved"), task
+        assert task["device_index"] in (0, 1) and task["failed"] == 0
+    # Winners run now, so no more than launches of theirs is new.
+    again = json.loads(cli(*arguments, "--json").stdout)
+    assert again["measured"] < report["measured"]
 
 
 # ---------------------------------------------------------------- installed

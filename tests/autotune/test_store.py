@@ -471,7 +471,7 @@ def test_two_cold_starts_with_one_store_give_the_same_tokens(tmp_path: Path) -> 
             "DFLASH_GRAPH_CACHE": str(tmp_path / f"kernels{start}"),
             "TRITON_CACHE_DIR": str(tmp_path / f"triton{start}"),
         }
-        command = [sys.executable, "-c", GENERATE, str(path)]
+        command = [sys.executable, "-P", "-c", GENERATE, str(path)]
         done = subprocess.run(command, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)

@@ -96,7 +96,6 @@ def test_tasks_are_every_family_that_rounds_launch(tasks: Sequence[Task]) -> Non
 def test_ops_whose_bits_must_agree_share_a_task(tasks: Sequence[Task]) -> None:
     groups = {frozenset(part.op for part in t.parts) for t in tasks if len(t.parts) > 1}
     assert groups == {
-        frozenset(("gdn_mixer", "gdn_commit")),
         frozenset(("head_scores", "head_argmax", "head_topk")),
     }
 

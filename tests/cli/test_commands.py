@@ -13,6 +13,10 @@ import pytest
 import dflash_graph as dg
 from dflash_graph import demo, export
 from dflash_graph.cli import doctor
+from dflash_graph.cli.selection import Dtype, select_pair
+from dflash_graph.lowering.schedules import lowered
+from dflash_graph.models.round import declare_startup
+from dflash_graph.passes.combine import combine
 from dflash_graph.rounds import Rounds
 
 Run = Callable[..., Any]
@@ -248,8 +252,6 @@ def test_bench_options_that_are_refused(
 
 
 def big_forward() -> Any:
-    from dflash_graph.cli.selection import Dtype, select_pair
-
     pair, tokens = select_pair("qwen3.5-27b-dflash2", None, None, None, Dtype.bfloat16)
     return dg.declare_round(pair, "eager", draft_tokens=tokens, batch=1).forward
 
@@ -272,6 +274,45 @@ def test_graph_of_directories_is_the_one_that_runs(cli: Run) -> None:
         arguments = ("--segment", graph.key.segment, "--batch", "2", "--dtype", "float32")
         found = document(cli("graph", *PAIR, *arguments, "--json"))
         assert found["hash"] == graph.content_hash
+
+
+KERNELS = (*BIG, "--backend", "triton")
+
+
+@pytest.mark.parametrize("segment", ["forward", "finish", "prefill", "first_token"])
+@pytest.mark.parametrize("backend", ["eager", "inductor", "triton"])
+def test_graph_is_the_one_a_startup_plans(cli: Run, backend: str, segment: str) -> None:
+    pair = select_pair("demo-dflash2", None, None, None, Dtype.bfloat16)[0]
+    sizes = {"draft_tokens": 7, "max_batch": 1, "prefill_chunk": 64}
+    names = {"prefill": "prefill 64", "first_token": "first token"}
+    startup = declare_startup(pair, backend, **sizes)  # type: ignore[arg-type]
+    graphs = startup[names.get(segment, "round B=1")]
+    (graph,) = (one for one in graphs if one.key.segment == segment)
+    arguments = ("--preset", "demo-dflash2", "--backend", backend, "--segment", segment)
+    found = cli("graph", *arguments, "--prefill-chunk", "64").stdout
+    assert found == export.to_text(lowered(graph).graph)
+    declared = cli("graph", *arguments, "--prefill-chunk", "64", "--declared").stdout
+    assert declared == export.to_text(graph)
+    is_combined = backend == "triton" and segment in ("forward", "finish")
+    assert (found != declared) == is_combined
+
+
+def test_graph_of_kernels_is_combined_in_every_form(cli: Run) -> None:
+    pair, tokens = select_pair("qwen3.5-27b-dflash2", None, None, None, Dtype.bfloat16)
+    declared = dg.declare_round(pair, "triton", draft_tokens=tokens, batch=1).forward
+    for arguments, graph in (((), combine(declared)), (("--declared",), declared)):
+        shown = {
+            form: cli("graph", *KERNELS, *arguments, "--format", form).stdout
+            for form in ("text", "json", "dot", "mermaid")
+        }
+        assert shown["text"] == export.to_text(graph)
+        assert shown["json"] == export.to_json(graph)
+        assert shown["dot"] == export.to_dot(graph, collapse="layers")
+        assert shown["mermaid"] == export.to_mermaid(graph, collapse="layers")
+        cost = document(cli("graph", *KERNELS, *arguments, "--cost", "--json"))
+        assert (cost["hash"], cost["total"]["nodes"]) == (graph.content_hash, len(graph.nodes))
+    region = cli("graph", *KERNELS, "--region", "verify/layer.3").stdout
+    assert "gated_attention" in region and "attention_gate" not in region
 
 
 @pytest.mark.parametrize("segment", ["forward", "finish", "prefill", "first_token"])
@@ -345,6 +386,14 @@ def test_plan_is_what_the_engine_allocates(
             for tensor in engine.rounds.model.weights.values()
         }
         assert found["weights"]["nbytes"] == sum(storages.values())
+
+
+def test_plan_has_the_ops_that_kernels_compute(cli: Run) -> None:
+    arguments = ("plan", *KERNELS, "--max-batch", "1", "--buffers", "1", "--json")
+    steps = 0
+    for segment in ("forward", "finish"):
+        steps += len(document(cli("graph", *KERNELS, "--segment", segment, "--json"))["nodes"])
+    assert document(cli(*arguments))["steps"] == steps
 
 
 def test_plan_for_a_device_that_was_measured(cli: Run) -> None:

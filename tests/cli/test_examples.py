@@ -37,6 +37,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "dflash-graph generate --help": (),
     "dflash-graph graph --preset qwen3.5-27b-dflash2 --region verify/layer.3": (),
     "dflash-graph graph --preset demo-dflash2 --format dot": (),
+    "dflash-graph graph --preset demo-dflash2 --backend triton --declared": (),
     "dflash-graph graph --preset qwen3.5-27b-dflash2 --cost --context 8192": (),
     "dflash-graph graph --target TARGET_DIR --draft DRAFT_DIR --segment finish": (),
     "dflash-graph plan --preset qwen3.5-27b-dflash2": (),
@@ -54,6 +55,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
             "dflash-graph profile build --preset demo-dflash2 -o declared.json",
             "dflash-graph profile build --preset qwen3.5-27b-dflash2 --backend triton "
             "--max-batch 1",
+            "dflash-graph profile what-if --preset demo-dflash2 --tree-width 2 "
+            "--acceptance rounds.json",
             "dflash-graph profile list",
             "dflash-graph profile list PROFILES_DIR --json",
             "dflash-graph profile show measured.json",
@@ -80,6 +83,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "1",
     ),
     "dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --max-batch 4 --memory 80GB": (),
+    "dflash-graph profile what-if --preset qwen3.5-27b-dflash2 --tree-width 1 --tree-width 2": (
+        "--max-batch",
+        "1",
+    ),
     **dict.fromkeys(
         (
             "dflash-graph autotune run --help",
@@ -109,6 +116,9 @@ CUDA_EXAMPLES: dict[str, tuple[str, ...]] = {
     "dflash-graph bench --target TARGET_DIR --draft DRAFT_DIR --context 4096 --json": SHORT_BENCH,
     "dflash-graph autotune run --geometry qwen3.5-27b-dflash2 --budget 600s": (
         *("--geometry", "demo-dflash2", "--op", "rms_norm", "--context", "64"),
+    ),
+    "dflash-graph autotune run --geometry qwen3.5-27b-dflash2 --devices 0,1": (
+        *("--geometry", "demo-dflash2", "--op", "rms_norm", "--context", "64", "--devices", "0"),
     ),
     "dflash-graph autotune run --geometry demo-dflash2 --op linear_norm --json": ("--budget", "9s"),
 }

@@ -14,11 +14,13 @@ import pytest
 
 from dflash_graph import demo
 from dflash_graph.cli.profile import _COMMANDS
-from dflash_graph.cli.profile_build import parse_size
-from dflash_graph.cli.profile_read import parse_cost, parse_share
+from dflash_graph.cli.profile_acceptance import parse_cost
+from dflash_graph.cli.profile_read import parse_share
+from dflash_graph.cli.profile_what_if import parse_size
 from dflash_graph.errors import OptionError
-from dflash_graph.profile.document import Profile, Samples, json_schema
+from dflash_graph.profile.document import Profile, json_schema
 from dflash_graph.profile.lint import rules
+from dflash_graph.profile.parts import Samples
 from dflash_graph.report import plan_memory
 from dflash_graph.state import Capacities
 
@@ -50,16 +52,16 @@ def declared(cli: Run, tmp_path: Path) -> Path:
     return path
 
 
-def slower(path: Path, factor: float) -> Path:
-    """The measured profile beside it, with rounds that take longer."""
+def timed(path: Path, made: Path, factor: float) -> Path:
+    """A measured profile with steady rounds that take so many times as long."""
     profile = Profile.load(path)
     executors = []
     for executor in profile.executors:
         if executor.measured is not None:
-            values = tuple(value * factor for value in executor.measured.values)
+            took = executor.measured.median * factor
+            values = tuple(took * share for share in (0.99, 1.0, 1.01))
             executor = executor.model_copy(update={"measured": Samples(values=values)})
         executors.append(executor)
-    made = path.with_name(f"slower-{factor}.json")
     profile.model_copy(update={"executors": tuple(executors)}).save(made)
     return made
 
@@ -192,6 +194,44 @@ def test_what_if_refuses(cli: Run) -> None:
     assert cli(*what_if, "--max-batch", "9").exit_code == 2
 
 
+def test_what_if_of_trees(cli: Run, rounds_file: Path) -> None:
+    what_if = ("profile", "what-if", *DEMO, "--tree-width", "2", "--tree-width", "1")
+    numbers = ("--draft-tokens", "3", "--draft-tokens", "7", "--max-batch", "2")
+    arguments = (*what_if, *numbers, "--acceptance", rounds_file)
+    found = document(cli(*arguments, "--json"))["scenarios"]
+    shapes = [(one["draft_tokens"], one["tree_width"], one["columns"]) for one in found]
+    assert shapes == [(3, 1, 4), (3, 2, 7), (7, 1, 8), (7, 2, 15)]
+    # Of five rounds that accepted 0, 1, 2, 3 and 7 drafts.
+    assert [one["chain_tokens"] for one in found] == pytest.approx([2.8, 2.8, 3.6, 3.6])
+    for chain, tree in (found[:2], found[2:]):
+        assert tree["chain_floor_us"] == chain["round_floor_us"] < tree["round_floor_us"]
+        assert (chain["break_even"], tree["break_even"] > 1) == (1.0, True)
+        assert tree["round_bytes"] > chain["round_bytes"]
+        assert tree["round_flops"] > chain["round_flops"]
+        assert tree["needed_tokens"] == pytest.approx(tree["break_even"] * tree["chain_tokens"])
+        assert tree["most_chain_tokens"] * tree["break_even"] == tree["draft_tokens"] + 1
+    without = document(cli(*what_if, "--json"))["scenarios"][0]
+    assert without["chain_tokens"] is None and without["needed_tokens"] is None
+    shown = cli(*arguments).stdout
+    assert "break even" in shown and "tree must accept" in shown
+    assert "break even" not in cli("profile", "what-if", *DEMO).stdout
+    assert "K = 7, width 2 on" in cli(*what_if, "--memory", "1GB").stdout
+
+
+def test_what_if_of_trees_refuses(cli: Run, rounds_file: Path, tmp_path: Path) -> None:
+    tree = ("profile", "what-if", *DEMO, "--tree-width")
+    assert_one_error(cli(*tree, "3"), "tree_width: expected 1..2 with K = 7", "got 3 (W = 22)")
+    assert_one_error(cli(*tree, "2", "--draft-tokens", "0"), "plain decoding has no drafts")
+    assert_one_error(cli(*tree, "2", "--context", "8180"), "at most 8177 tokens", "block of 15")
+    dflash = ("profile", "what-if", "--preset", "demo-dflash", "--tree-width", "2")
+    assert_one_error(cli(*dflash), "dflash2 draft's candidates, got dflash")
+    counts = ("--acceptance", rounds_file)
+    assert_one_error(cli(*tree, "1", "--draft-tokens", "8", *counts), "K = 8 drafts, got 7")
+    missing = tmp_path / "nothing.json"
+    assert_one_error(cli(*tree, "1", "--acceptance", missing), str(missing))
+    assert cli(*tree, "0").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("80GB", 80 * 10**9), ("141 GiB", 141 << 30), ("1.5MiB", 3 << 19), ("7", 7), ("2kb", 2000)],
@@ -262,9 +302,8 @@ def test_show_what_was_never_measured(cli: Run, declared: Path) -> None:
 
 
 def test_diff_fails_above_a_share(cli: Run, measured_file: Path, tmp_path: Path) -> None:
-    before = tmp_path / "before.json"
-    before.write_bytes(measured_file.read_bytes())
-    after = slower(before, 3.0)
+    before = timed(measured_file, tmp_path / "before.json", 1.0)
+    after = timed(measured_file, tmp_path / "after.json", 3.0)
     done = cli("profile", "diff", before, after)
     assert done.exit_code == 0 and "+200.0%" in done.stdout
     failed = cli("profile", "diff", before, after, "--fail-above", "3%")

@@ -9,15 +9,17 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.models import OptionInfo
 
 import dflash_graph as dg
 from dflash_graph import demo
+from dflash_graph.cli import app
 from dflash_graph.profiles import preset_names
 from dflash_graph.state import StatePools
 
@@ -60,6 +62,33 @@ def test_public_names_are_lazy_and_complete() -> None:
     assert all(getattr(dg, name) is not None for name in dg.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = dg.nonsense
+
+
+def commands() -> Iterator[tuple[str, Callable[..., None]]]:
+    """Every command by its name, as it was registered."""
+    apps = [("", app), *((group.typer_instance.info.name, group.typer_instance)
+                         for group in app.registered_groups)]  # fmt: skip
+    for prefix, one in apps:
+        for command in one.registered_commands:
+            yield f"{prefix} {command.name}".strip(), command.callback
+
+
+def test_no_option_takes_its_name_from_a_metavar() -> None:
+    """Releases 0.27 of typer call an option `--OP` that has no name of its own and the metavar OP;
+    others call it `--op`. So one whose metavar spells its name says the name.
+    """
+    named = dict(commands())
+    wrong = [
+        f"{name} --{parameter}"
+        for name, callback in named.items()
+        for parameter, hint in get_type_hints(callback, include_extras=True).items()
+        for option in getattr(hint, "__metadata__", ())
+        if isinstance(option, OptionInfo)
+        and (option.metavar or "").replace("-", "_").lower() == parameter
+        # In an annotation the first name stands where a default would.
+        and not str(option.default).startswith("--")
+    ]
+    assert len(named) > 15 and not wrong
 
 
 def test_version(cli: Run) -> None:

@@ -113,7 +113,8 @@ def test_five_thousand_rounds_take_no_more_memory() -> None:
         for turn in range(10_000):
             engine.generate([prompts[(turn + i) % len(prompts)][:40] for i in range(3)], params)
             torch.cuda.synchronize()
-            sizes.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+            # What the device has free follows other processes too, so it is not asked.
+            sizes.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
             if engine.statistics.rounds >= 15_000:
                 break
         assert engine.statistics.rounds >= 15_000

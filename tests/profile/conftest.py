@@ -13,14 +13,14 @@ from dflash_graph.geometry import draft_geometry_from_config, target_geometry_fr
 from dflash_graph.graph import Backend
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.profile.build import declared_profile
-from dflash_graph.profile.document import (
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import (
     AcceptanceCounts,
     Ceiling,
     Config,
     ExecutorProfile,
     KernelResources,
     NodeProfile,
-    Profile,
     Samples,
     Stage,
 )

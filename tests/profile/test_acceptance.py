@@ -11,11 +11,12 @@ from dflash_graph.profile.acceptance import (
     best_k,
     counts_in,
     counts_of,
+    expected_tokens,
     histogram,
     survival,
     tokens_per_round,
 )
-from dflash_graph.profile.document import AcceptanceCounts
+from dflash_graph.profile.parts import AcceptanceCounts
 from dflash_graph.statistics import RoundRecord, Statistics
 
 
@@ -103,6 +104,16 @@ def test_more_rounds_make_intervals_narrower() -> None:
 def test_costs_that_mean_nothing(costs: dict[int, float]) -> None:
     with pytest.raises(OptionError, match=r"K in 0\.\.7"):
         best_k(counted(drawn(0.5, 20, 7)), costs)
+
+
+def test_tokens_that_a_chain_is_expected_to_publish() -> None:
+    records = [RoundRecord(3, 0, 1, 1), RoundRecord(3, 1, 2, 2), RoundRecord(3, 3, 4, 4)]
+    counts = counted([*records, RoundRecord(1, 1, 2, 2)])
+    # Of 4, 3 and 3 rounds that verified a draft, 3, 1 and 1 accepted it.
+    expected = [1, 1 + 3 / 4, 1 + 3 / 4 + 1 / 3, 1 + 3 / 4 + 2 / 3]
+    assert [expected_tokens(counts, k) for k in range(4)] == pytest.approx(expected)
+    with pytest.raises(OptionError, match="K = 4 drafts, got 3 verified positions"):
+        expected_tokens(counts, 4)
 
 
 def test_counts_that_no_rounds_made() -> None:

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import pytest
 
-from dflash_graph.profile.document import NodeProfile, Profile
+from dflash_graph.profile.document import Profile
 from dflash_graph.profile.html import render_html
+from dflash_graph.profile.parts import NodeProfile
 
 CHROMIUM: Final = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -16,9 +16,11 @@ from dflash_graph.cli.selection import Dtype, select_pair
 from dflash_graph.errors import OptionError
 from dflash_graph.kernels import node_case
 from dflash_graph.passes.combine import combine
-from dflash_graph.profile.build import declared_profile, distinct_bytes, started_profile
-from dflash_graph.profile.document import Ceiling, ExecutorProfile, Profile
+from dflash_graph.profile.build import declared_profile, started_profile
+from dflash_graph.profile.document import Profile
 from dflash_graph.profile.floors import bound_of, floor_us
+from dflash_graph.profile.memory import distinct_bytes
+from dflash_graph.profile.parts import Ceiling, ExecutorProfile
 from dflash_graph.rounds import Rounds
 from dflash_graph.state import Capacities
 

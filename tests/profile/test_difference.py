@@ -9,13 +9,13 @@ import pytest
 
 from dflash_graph.errors import ProfileError
 from dflash_graph.profile.difference import difference
-from dflash_graph.profile.document import (
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import (
     Ceiling,
     Config,
     ExecutorProfile,
     MemoryClass,
     NodeProfile,
-    Profile,
     Samples,
 )
 

@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 
 from dflash_graph.errors import ProfileError
-from dflash_graph.profile.document import (
-    SCHEMA,
-    VERSION,
-    NodeProfile,
-    Profile,
-    Samples,
-    json_schema,
-)
+from dflash_graph.profile.document import SCHEMA, VERSION, Profile, json_schema
+from dflash_graph.profile.parts import NodeProfile, Samples
 
 Spoil = Callable[[dict[str, Any]], None]
 

@@ -15,17 +15,17 @@ import pytest
 from dflash_graph.errors import ProfileError
 from dflash_graph.profile.bars import length_bars, survival_bars
 from dflash_graph.profile.charts import roofline, timeline, workspace
-from dflash_graph.profile.document import (
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.html import document_in, render_html
+from dflash_graph.profile.marks import nice_steps
+from dflash_graph.profile.parts import (
     AcceptanceCounts,
     BufferProfile,
     Ceiling,
     NodeProfile,
     PlanProfile,
-    Profile,
     Samples,
 )
-from dflash_graph.profile.html import document_in, render_html
-from dflash_graph.profile.marks import nice_steps
 from dflash_graph.profile.quantities import rate_text, ratio_text, time_text
 from dflash_graph.profile.regions import styles_of, tree
 

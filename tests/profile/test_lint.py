@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from dflash_graph.errors import OptionError
-from dflash_graph.profile.document import (
-    KernelResources,
-    NodeProfile,
-    Profile,
-    Samples,
-    ValueFacts,
-)
+from dflash_graph.profile.document import Profile
 from dflash_graph.profile.lint import lint, rules
+from dflash_graph.profile.parts import KernelResources, NodeProfile, Samples, ValueFacts
 
 Make = Callable[..., Profile]
 

@@ -9,13 +9,8 @@ from typing import Any
 
 import pytest
 
-from dflash_graph.profile.document import (
-    BufferProfile,
-    NodeProfile,
-    PlanProfile,
-    Profile,
-    Samples,
-)
+from dflash_graph.profile.document import Profile
+from dflash_graph.profile.parts import BufferProfile, NodeProfile, PlanProfile, Samples
 from dflash_graph.profile.regions import node_us
 from dflash_graph.profile.trace import live_bytes, trace_events
 

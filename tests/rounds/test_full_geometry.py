@@ -61,6 +61,12 @@ class Wide:
         self.start = self.pools.storage.clone()
         self._executors: dict[Any, RoundExecutor] = {}
 
+    def _state(self, columns: int) -> dict[str, Tensor]:
+        """The pools, with pending features of a round's own width: no request has any."""
+        pending = "draft.pending_features"
+        wide = self.pools.tensors[pending]
+        return {**self.pools.tensors, pending: wide[:, :columns].contiguous()}
+
     def executor(self, draft_tokens: int, batch: int, captured: bool) -> RoundExecutor:
         key = (draft_tokens, batch, captured)
         if key not in self._executors:
@@ -80,7 +86,8 @@ class Wide:
             ]
             precompile([c for c in dict.fromkeys(cases) if c is not None], self.capability)
             arena = new_arena([compiled.plan], "cuda")
-            made = RoundExecutor(compiled, arena, self.weights, self.pools.tensors, "triton")
+            state = self._state(draft_tokens + 1)
+            made = RoundExecutor(compiled, arena, self.weights, state, "triton")
             if captured:
                 before = self.pools.storage.clone()
                 made.run(0)

@@ -12,6 +12,7 @@ from dflash_graph.ops import get_op
 from dflash_graph.testing import F32_REDUCTION, Tolerance, assert_matches, poison_, same_bytes
 
 MIXER, COMMIT = get_op("gdn_mixer"), get_op("gdn_commit")
+RECORDS = ("k", "u", "g")
 SLOTS, EPS = 4, 1e-6
 #: Cuts of bfloat16 instead of roundings: of q, k and v, then of the result.
 BF16_CUTS = Tolerance(3e-2, 3e-2, 2e-2)
@@ -56,7 +57,7 @@ def mixer_case(rng, slots, lives, width, geometry, dtype=torch.float32, taps=4):
 
 def commit_case(case, records, committed):
     """The commit of a block that the mixer has run, as of one layer."""
-    lists = {"columns": case["x"], **{n: records[n] for n in ("k", "v", "beta", "g")}}
+    lists = {"columns": case["x"], **{n: records[n] for n in RECORDS}}
     lists |= {"states": case["state"], "histories": case["history"]}
     rest = {"slots": case["slots"], "committed": torch.tensor(committed, dtype=torch.int32)}
     return {name: [value] for name, value in lists.items()} | rest
@@ -84,7 +85,7 @@ def test_mixer(rng, check, dtype, tolerance, geometry, slots, lives, width):
     case["x"][0, 0, :3] = torch.tensor([0.0, 300.0, -300.0])
     found = check(MIXER, case, attributes, tolerance)
     for b, live in enumerate(lives):
-        assert not found["out"][b, live:].any()
+        assert not found["out"][b, live:].any() and not found["u"][b, live:].any()
 
 
 @pytest.mark.parametrize("taps", [1, 2])
@@ -110,14 +111,15 @@ def test_mixer_row_invariant(rng, run):
         poison_(case[name][0, 9:])
     dead = run(MIXER, case, attributes)
     assert same_bytes(dead["out"], whole["out"])
-    assert same_bytes(dead["v"][:, :9], whole["v"][:, :9])
+    assert same_bytes(dead["k"][:, :9], whole["k"][:, :9])
+    assert same_bytes(dead["u"], whole["u"])
 
 
 def test_commit_then_the_next_column(rng, run):
     """What a block's column N gives is what it gives alone, after N columns were committed."""
     case, attributes = mixer_case(rng, [2], [6], 6, GEOMETRIES[1])
     whole = run(MIXER, case, attributes)
-    records = {name: whole[name] for name in ("k", "v", "beta", "g")}
+    records = {name: whole[name] for name in RECORDS}
     steps = dict(case)
     for count in range(7):
         after = run(COMMIT, commit_case(case, records, [count]), {"layers": 1})
@@ -145,7 +147,7 @@ def test_commit(rng, run, dtype, geometry, taps):
         case, attributes = mixer_case(rng, slots, [5] * 3, 5, geometry, dtype, taps)
         records = dict(zip(MIXER.outputs, MIXER.reference(**case, **attributes), strict=True))
         for b, count in enumerate(committed):
-            for value in (case["x"], *(records[n] for n in ("k", "v", "beta", "g"))):
+            for value in (case["x"], *(records[n] for n in RECORDS)):
                 poison_(value[b, count:])
         calls.append(commit_case(case, records, committed))
     call = {
@@ -167,22 +169,6 @@ def test_commit(rng, run, dtype, geometry, taps):
         assert same_bytes(found["histories"][layer], exact["histories"][layer])
 
 
-def test_both_take_the_same_tile():
-    """A fold has the bits of the run before it only in tiles of the same shape."""
-    case, attributes = mixer_case(torch.Generator(), [0], [1], 1, (1, 2, 10, 150))
-    records = dict(zip(MIXER.outputs, MIXER.reference(**case, **attributes), strict=True))
-    specs = {n: spec_of(v) for n, v in case.items()}
-    first = kernel_case("gdn_mixer", specs, attributes)
-    specs = {
-        n: tuple(map(spec_of, v)) if isinstance(v, list) else spec_of(v)
-        for n, v in commit_case(case, records, [1]).items()
-    }
-    second = kernel_case("gdn_commit", specs, {"layers": 1})
-    shared = ("BLOCK_V", "DK", "DV", "HEADS", "KEY_HEADS", "dtype")
-    assert [dict(first.holes)[n] for n in shared] == [dict(second.holes)[n] for n in shared]
-    assert (first.num_warps, first.num_stages) == (second.num_warps, second.num_stages)
-
-
 def test_refuses_other_tensors(rng, tmp_path, run):
     case, attributes = mixer_case(rng, [1], [2], 2, GEOMETRIES[0])
     whole = run(MIXER, case, attributes)
@@ -194,8 +180,8 @@ def test_refuses_other_tensors(rng, tmp_path, run):
     launch = {**call, **module.prepare(**call), "num_warps": 4, "num_stages": 1}
     with pytest.raises(ShapeError, match=r"gdn_commit.k: expected 1 tensors, got 2"):
         module.launch(**{**launch, "k": call["k"] * 2})
-    with pytest.raises(ShapeError, match=r"gdn_commit.v\[0\]: expected .* torch.float32"):
-        module.launch(**{**launch, "v": [call["v"][0].half()]})
-    shifted = torch.zeros(call["beta"][0].numel() + 1)[1:].view_as(call["beta"][0])
+    with pytest.raises(ShapeError, match=r"gdn_commit.u\[0\]: expected .* torch.float32"):
+        module.launch(**{**launch, "u": [call["u"][0].half()]})
+    shifted = torch.zeros(call["g"][0].numel() + 1)[1:].view_as(call["g"][0])
     with pytest.raises(ShapeError, match="aligned to 16 bytes"):
-        module.prepare(**{**call, "beta": [call["beta"][0], shifted]})
+        module.prepare(**{**call, "g": [call["g"][0], shifted]})

@@ -99,8 +99,6 @@ def test_gated_attention(
     whole = check(op, case, heads, TOLERANCE[dtype])["y"]
     assert not whole[1, 9:].any() and not whole[2].any()
     assert same_bytes(run(op, rows_of(case, lambda v: v.flip(0)), heads)["y"].flip(0), whole)
-    for rows in (16, 32, 64):
-        assert same_bytes(run(op, case, heads, holes={"ROWS": rows})["y"], whole), f"tiles {rows}"
     for b in (0, 1, 3):
         row = rows_of(case, lambda v, b=b: v[b : b + 1])
         for count in (1, 2, 5, 8, 9, 11):
@@ -183,8 +181,6 @@ def test_block_attention(
     whole = check(op, case, how, TOLERANCE[dtype])["o"]
     assert not whole[1, 8:].any() and not whole[2].any()
     assert same_bytes(run(op, rows_of(case, lambda v: v.flip(0)), how)["o"].flip(0), whole)
-    for rows in (16, 32, 64):
-        assert same_bytes(run(op, case, how, holes={"ROWS": rows})["o"], whole), f"tiles {rows}"
     for b in (0, 1, 3, 4):
         row = rows_of(case, lambda v, b=b: v[b : b + 1])
         # Dead columns may be there or not; later columns too, if the block is causal.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash_graph.delta_rule import delta_rule, replay
 from dflash_graph.ops import get_op
 from dflash_graph.testing import (
     BF16_REDUCTION,
@@ -25,7 +26,7 @@ Run = Callable[..., dict[str, Any]]
 Geometry = tuple[int, int, int, int]
 MIXER, COMMIT = get_op("gdn_mixer"), get_op("gdn_commit")
 SLOTS = 9
-RECORDS = ("k", "v", "beta", "g")
+RECORDS = ("k", "u", "g")
 #: (key heads, value heads, key dim, value dim)
 LARGE, DEMO, ODD = (16, 48, 128, 128), (2, 4, 64, 64), (2, 6, 40, 72)
 DTYPES = [(torch.bfloat16, BF16_REDUCTION), (torch.float32, F32_REDUCTION)]
@@ -72,18 +73,22 @@ def mixer_case(
     return case, {**heads_of, "eps": 1e-6}
 
 
-def oracle(case: Mapping[str, Tensor], records: Mapping[str, Tensor], heads: Any) -> Tensor:
-    """The output in float64, from the records of the run: they are rounded once, as its own."""
+def oracle(case: Mapping[str, Tensor], k: Tensor, heads: Any) -> tuple[Tensor, Tensor]:
+    """The output and the corrections in float64, with q, k and v rounded once: k as the run had it,
+    q and v by the reference."""
     wide = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
     eps, sizes = heads["eps"], {n: v for n, v in heads.items() if n != "eps"}
-    q, _, _ = get_op("gdn_conv").reference(
+    q, _, v = get_op("gdn_conv").reference(
         case["x"], case["taps_weight"], case["history"], case["slots"], **sizes
     )
-    rule = {name: records[name].double() for name in RECORDS}
-    place = {name: case[name] for name in ("slots", "live")}
-    y = get_op("gdn_recurrence").reference(q.double(), **rule, state=wide["state"], **place)
+    gates = (wide["ba"], wide["a_log"], wide["dt_bias"])
+    beta, g = get_op("gdn_gates").reference(*gates, value_heads=heads["value_heads"])
+    u = torch.empty_like(v, dtype=torch.float64)
+    rule = (k.double(), v.double(), beta, g, wide["state"], wide["slots"], wide["live"])
+    y = delta_rule(*rule, q=q.double(), store=False, corrections=u)
+    assert y is not None
     value = {"value_heads": heads["value_heads"], "value_dim": heads["value_dim"]}
-    return get_op("gated_norm").reference(y, wide["z"], wide["norm"], **value, eps=eps)
+    return get_op("gated_norm").reference(y, wide["z"], wide["norm"], **value, eps=eps), u
 
 
 def requests(case: Mapping[str, Tensor], rows: list[int]) -> dict[str, Tensor]:
@@ -131,18 +136,18 @@ def test_mixer(
     found = run(MIXER, case, heads)
     sizes = {name: value for name, value in heads.items() if name != "eps"}
     wide = {n: v.double() if v.is_floating_point() else v for n, v in case.items()}
-    _, k, v = get_op("gdn_conv").reference(
+    _, k, _ = get_op("gdn_conv").reference(
         wide["x"], wide["taps_weight"], wide["history"], wide["slots"], **sizes
     )
     gates = (wide["ba"], wide["a_log"], wide["dt_bias"])
-    beta, g = get_op("gdn_gates").reference(*gates, value_heads=heads["value_heads"])
+    _, g = get_op("gdn_gates").reference(*gates, value_heads=heads["value_heads"])
     assert_matches(found["k"], k, tolerance, "k")
-    assert_matches(found["v"], v, tolerance, "v")
-    assert_matches(found["beta"], beta, F32_REDUCTION, "beta")
     assert_matches(found["g"], g, F32_REDUCTION, "g")
-    assert_matches(found["out"], oracle(case, found, heads), tolerance, "out")
+    out, u = oracle(case, found["k"], heads)
+    assert_matches(found["u"], u, tolerance, "u")
+    assert_matches(found["out"], out, tolerance, "out")
     for b, live in enumerate(lives):
-        assert not found["out"][b, live:].any()
+        assert not found["out"][b, live:].any() and not found["u"][b, live:].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -164,7 +169,7 @@ def test_mixer_row_invariant(
         for b, live in enumerate(lives):
             poison_(case[name][b, live:])
     dead = run(MIXER, case, heads)
-    assert same_bytes(dead["out"], whole["out"])
+    assert same_bytes(dead["out"], whole["out"]) and same_bytes(dead["u"], whole["u"])
     for b, live in enumerate(lives):
         for name in RECORDS:
             assert same_bytes(dead[name][b, :live], whole[name][b, :live]), name
@@ -215,9 +220,9 @@ def test_commit(rng: torch.Generator, run: Run, dtype: torch.dtype, geometry: Ge
     found = run(COMMIT, call, {"layers": 3})
     place = {name: call[name] for name in ("slots", "committed")}
     for layer, (case, records) in enumerate(layers):
-        rule = {name: records[name].double() for name in RECORDS}
         state, history = case["state"].double(), case["history"].clone()
-        get_op("gdn_fold").reference(**rule, state=state, **place)
+        rule = (records["k"].double(), records["u"].double(), records["g"].double())
+        replay(*rule, state, call["slots"], call["committed"])
         get_op("conv_history_commit").reference(case["x"], history, **place)
         assert_matches(found["states"][layer][[8, 4]], state[[8, 4]], F32_REDUCTION)
         others = [slot for slot in range(SLOTS) if slot not in (8, 4)]
