@@ -87,6 +87,6 @@ def test_cost_and_contract(gdn, rng):
     columns, states = 2 * 3, 4 * 2 * 4 * 60
     assert cost.read_bytes == 2 * columns * (20 + 24) + 4 * columns * 8 + states + 4 * 4
     assert cost.write_bytes == states
-    assert cost.flops == columns * (2 * 32 + 4 * (1 + 60 + 120 + 6 + 10 + 120))
+    assert cost.flops == columns * (2 * 32 + 4 * (2 + 60 + 120 + 12 + 120))
     with pytest.raises(ShapeError, match="Hk = 3 must divide Hv = 4"):
         OP(**{**arguments, "k": torch.zeros(2, 3, 3, 10).bfloat16()})

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dflash_graph.delta_rule import delta_rule
 from dflash_graph.errors import ShapeError
 from dflash_graph.op import spec_of
 from dflash_graph.ops import get_op
@@ -51,10 +52,13 @@ def formula(gdn, arguments):
     )
     rule = {"q": q, "k": k, "v": v, "beta": beta, "g": g}
     y = gdn.formula({**rule, **{n: given[n] for n in ("state", "slots", "live")}})["y"]
+    u = torch.empty_like(v)
+    place = [given[n] for n in ("state", "slots", "live")]
+    delta_rule(k, v, beta, g, *place, store=False, corrections=u)
     out = get_op("gated_norm").reference(
         y, given["z"], given["norm"], value_heads=4, value_dim=3, eps=1e-6
     )
-    return {"out": out, "k": k, "v": v, "beta": beta, "g": g}
+    return {"out": out, "k": k, "u": u, "g": g}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +98,8 @@ def test_cost_and_contract(rng):
     columns, kept = 2 * 3, 2 * 3 * 32
     read = 2 * (columns * (32 + 8 + 12) + 32 * 4 + kept + 3) + 4 * (4 + 4 + 2 * 60 + 4)
     assert cost.read_bytes == read
-    assert cost.write_bytes == columns * (2 * (12 + 10 + 12) + 4 * 8)
-    head = 1 + 30 + 45 + 3 + 5 + 30 + 3
+    assert cost.write_bytes == columns * (2 * (12 + 10) + 4 * (12 + 4))
+    head = 2 + 30 + 45 + 6 + 30 + 3
     rule = 2 * 2 * 17 + 4 * head
     assert cost.flops == columns * (32 * 10 + 4 * (8 + 8 * 3) + rule) + 4
     wider = {"x": (2, 3, 42), "taps_weight": (42, 4), "history": (SLOTS, 3, 42)}

@@ -90,7 +90,7 @@ def test_cost_and_contract(gdn, rng):
     )
     assert cost.write_bytes == 4 * columns * 24
     # Two norms per key head; exp, decay, S k, u, beta k, u k^T, S q and the scale per value head.
-    head = 1 + 60 + 120 + 6 + 10 + 120 + 120 + 6
+    head = 2 + 60 + 120 + 12 + 120 + 120 + 6
     assert cost.flops == columns * (2 * 2 * 32 + 4 * head)
     with pytest.raises(ShapeError, match="Hk = 3 must divide Hv = 4"):
         OP(**{**arguments, **{n: torch.zeros(2, 3, 3, 10).bfloat16() for n in "qk"}})
