@@ -248,6 +248,8 @@ def test_an_interrupted_run_loses_nothing_and_goes_on(
     number: int, tasks: Sequence[Task], whole: Whole, run: Runner
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
+    # Python leaves it ignored in a process that was started in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     devices = run.plan(
         together=2, seconds=0.05, signal=number, signals=os.getpid(), at=("linear_norm", 40)
     )
