@@ -34,7 +34,7 @@ from dflash_graph.choices import Choices
 from dflash_graph.errors import DFlashGraphError
 from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
-from dflash_graph.kernels import node_case
+from dflash_graph.kernels import cases_of
 from dflash_graph.lowering.segment import Launch
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.options import EngineOptions
@@ -178,12 +178,7 @@ def default_round(rounds: Rounds, model: Model, batch: int, context: int) -> Rou
     major, minor = torch.cuda.get_device_capability()
     choices = Choices(torch.cuda.get_device_name(), 10 * major + minor, pdl=pdl)
     compiled = compile_segments(held.compiled.graphs, rounds.capacities, choices)
-    cases = [
-        node_case(schedule.graph, node, choices)
-        for schedule in compiled.schedules
-        for node in schedule.graph.nodes
-    ]
-    precompile([case for case in dict.fromkeys(cases) if case is not None], choices.capability)
+    precompile(cases_of(compiled.graphs, choices), choices.capability)
     arena = new_arena([compiled.plan], "cuda")
     made = RoundExecutor(compiled, arena, model.weights, rounds.state.tensors, "triton")
     _play(made, rounds, batch, context)

@@ -15,6 +15,7 @@ Every function takes float64 as well and then is the plain formula: that is the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -96,9 +97,7 @@ def delta_rule(
                 if index < end:
                     corrections[request, index] = of_request[request]
         if store:
-            for request, end in enumerate(ends):
-                if end == index + 1:
-                    state[places[request]] = states[request * heads : (request + 1) * heads]
+            _store_ended(states, state, places, ends, index)
     if ys is None:
         return None
     y = ys[:, : batch * heads].reshape(width, batch, heads, value_dim).transpose(0, 1).contiguous()
@@ -120,15 +119,22 @@ def replay(
         corrections: `[B, W, Hv, Dv]`, dtype of `state`, as `delta_rule` gave them.
         g, state, slots, counts: as for `delta_rule`.
     """
-    heads = corrections.shape[2]
     columns = block_columns(k, corrections, torch.zeros_like(g), g, None, state.dtype)
     places, ends = slots.tolist(), counts.tolist()
     states = _paired(torch.cat([state[place] for place in places]))
     for index, column in enumerate(columns[: max(ends)]):
         states.mul_(column.decay).baddbmm_(column.v, column.k)
-        for request, end in enumerate(ends):
-            if end == index + 1:
-                state[places[request]] = states[request * heads : (request + 1) * heads]
+        _store_ended(states, state, places, ends, index)
+
+
+def _store_ended(
+    states: Tensor, state: Tensor, places: Sequence[int], ends: Sequence[int], index: int
+) -> None:
+    """Keep the states of the requests whose last column is `index`."""
+    heads = state.shape[1]
+    for request, end in enumerate(ends):
+        if end == index + 1:
+            state[places[request]] = states[request * heads : (request + 1) * heads]
 
 
 def column_flops(key_heads: int, heads: int, key_dim: int, value_dim: int, *, outputs: bool) -> int:

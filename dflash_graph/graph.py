@@ -229,6 +229,11 @@ class Graph:
             for argument, names in node.inputs.items()
         }
 
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """Names of the state values that some node changes."""
+        return frozenset(name for node in self.nodes for name in node.updates())
+
     def producer(self, value: str) -> Node | None:
         """The node that writes `value`, or None if it comes from outside."""
         name = self._producer.get(value)

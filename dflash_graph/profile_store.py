@@ -18,7 +18,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -379,6 +380,31 @@ def _key(entry: Mapping[str, Any]) -> tuple[str, str, str]:
     return entry["op"], entry["dtype"], json.dumps(entry["sizes"], sort_keys=True)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside, no other process is in a block that is `locked` for this file; its folder is made.
+
+    Raises:
+        ProfileError: another process takes too long.
+        OSError: the folder or the lock cannot be written.
+    """
+    import filelock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(path.with_name(f"{path.name}.lock"), timeout=_LOCK_SECONDS)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise ProfileError(
+            f"{path}: expected its lock within {_LOCK_SECONDS:.0f} s, got none; another process "
+            f"holds {error.lock_file}"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def update(
     path: str | Path, change: Callable[[dict[str, Any] | None], Mapping[str, Any] | None]
 ) -> None:
@@ -392,22 +418,13 @@ def update(
     Raises:
         ProfileError: the file cannot be written, or another writer takes too long.
     """
-    import filelock
-
     path = Path(path).absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(path.with_name(f"{path.name}.lock"), timeout=_LOCK_SECONDS)
-        with lock:
+        with locked(path):
             # Only the holder of the lock writes, so these are of writers that were killed.
             for left in path.parent.glob(f".{path.name}.*.new"):
                 left.unlink(missing_ok=True)
             _replace(path, change)
-    except filelock.Timeout as error:
-        raise ProfileError(
-            f"{path}: expected its lock within {_LOCK_SECONDS:.0f} s, got none; another process "
-            f"holds {error.lock_file}"
-        ) from error
     except OSError as error:
         raise ProfileError(
             f"{path}: expected to write a profile, got {error.strerror or error}; name another "

@@ -37,7 +37,7 @@ from dflash_graph.geometry import (
     read_target_geometry,
 )
 from dflash_graph.graph import Backend, Graph
-from dflash_graph.kernels import node_case
+from dflash_graph.kernels import cases_of
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import (
     declare_first_token,
@@ -324,17 +324,11 @@ class Rounds(Mapping[int, RoundExecutor]):
 
     def _compile_kernels(self, compiled: Iterable[Compiled], progress: Progress | None) -> None:
         """Compile what is not cached yet, several kernels at a time."""
-        graphs = [graph for entry in compiled for graph in entry.graphs]
-        cases = [
-            node_case(graph, node, self.choices)
-            for graph in graphs
-            if graph.key.backend == "triton"
-            for node in graph.nodes
-        ]
-        distinct = list(dict.fromkeys(case for case in cases if case is not None))
+        graphs = (graph for entry in compiled for graph in entry.graphs)
+        cases = cases_of((g for g in graphs if g.key.backend == "triton"), self.choices)
         if self.options.device == "cuda":
             major, minor = torch.cuda.get_device_capability()
-            precompile(distinct, 10 * major + minor, progress and _named(progress, "compile"))
+            precompile(cases, 10 * major + minor, progress and _named(progress, "compile"))
 
     def _warm_up(self, progress: Progress | None) -> None:
         """Run every executor once, so that nothing is compiled or loaded inside a request; state

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from dflash_graph.errors import ProfileError
+from dflash_graph.profile_store import locked
 
 #: Part of every key; raised when equal records would no longer mean the same.
 SCHEMA: Final = 1
-
-_LOCK_SECONDS: Final = 60.0
 
 Status = Literal["ok", "wrong", "failed"]
 
@@ -111,17 +110,11 @@ class Journal:
         Raises:
             ProfileError: it cannot be written, or another writer takes too long.
         """
-        import filelock
-
         samples = {name: [round(v, 3) for v in s] for name, s in outcome.samples.items()}
         outcome = Outcome(outcome.status, outcome.message, samples)
         record = {"key": key, **about, **vars(outcome)}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(
-                self.path.with_name(f"{self.path.name}.lock"), timeout=_LOCK_SECONDS
-            )
-            with lock, self.path.open("a+b") as file:
+            with locked(self.path), self.path.open("a+b") as file:
                 # After a torn line a record begins on a line of its own.
                 file.seek(0, os.SEEK_END)
                 if file.tell():
@@ -131,11 +124,6 @@ class Journal:
                 file.write(json.dumps(record).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except filelock.Timeout as error:
-            raise ProfileError(
-                f"{self.path}: expected its lock within {_LOCK_SECONDS:.0f} s, got none; another "
-                f"process holds {error.lock_file}"
-            ) from error
         except OSError as error:
             raise ProfileError(
                 f"{self.path}: expected to write a journal, got {error.strerror}"

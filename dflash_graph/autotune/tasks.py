@@ -107,7 +107,7 @@ class Task:
         stages: dict[int, int] = {}
         first: Choice | None = None
         for call in self.calls:
-            found = _choice(call, choices)
+            found = device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
             stages.setdefault(call.rows, found.num_stages)
             first = first or found
         assert first is not None, "a task has calls"
@@ -138,10 +138,6 @@ class Task:
             )
             for part in self.parts
         )
-
-
-def _choice(call: Call, choices: Choices | None) -> Choice:
-    return device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
 
 
 def _traffic(call: Call) -> int:

@@ -15,7 +15,7 @@ from dflash_graph.kernels import (
     selector,
     staging,
 )
-from dflash_graph.kernels.catalog import kernel_cases, node_case, shipped_cases
+from dflash_graph.kernels.catalog import cases_of, kernel_cases, node_case, shipped_cases
 from dflash_graph.kernels.registry import (
     ROW_BUCKETS,
     Kernel,
@@ -33,6 +33,7 @@ __all__ = [
     "Kernel",
     "KernelCase",
     "attention",
+    "cases_of",
     "default_choice",
     "device_choice",
     "head",

@@ -35,7 +35,7 @@ def kernel_cases(
     Kernels follow the rows of a round by their row tile alone, so those of the largest K and batch
     are the kernels of every smaller choice too.
     """
-    return _cases(_graphs(pair, draft_tokens, max_batch), choices)
+    return cases_of(_graphs(pair, draft_tokens, max_batch), choices)
 
 
 def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
@@ -44,7 +44,7 @@ def shipped_cases(choices: Choices | None = None) -> tuple[KernelCase, ...]:
     Args:
         choices: of one device; the templates' defaults if None.
     """
-    return _cases(shipped_graphs(), choices)
+    return cases_of(shipped_graphs(), choices)
 
 
 @cache
@@ -69,7 +69,8 @@ def _graphs(pair: ModelPair, draft_tokens: int, max_batch: int) -> Iterator[Grap
                 yield combine(graph)
 
 
-def _cases(graphs: Iterable[Graph], choices: Choices | None) -> tuple[KernelCase, ...]:
+def cases_of(graphs: Iterable[Graph], choices: Choices | None) -> tuple[KernelCase, ...]:
+    """Every distinct kernel of the nodes of combined graphs, in order of first use."""
     cases = (node_case(graph, node, choices) for graph in graphs for node in graph.nodes)
     return tuple(dict.fromkeys(case for case in cases if case is not None))
 

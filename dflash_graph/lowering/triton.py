@@ -77,12 +77,11 @@ def check_ahead(graph: Graph, node: Node, ahead: Sequence[str]) -> None:
     Raises:
         GraphError: names the node and the value.
     """
-    written = {name for other in graph.nodes for name in other.updates()}
     for argument, name in node.operands():
         if argument not in ahead or graph.values[name].role == "weight":
             continue
         is_first = node.name == graph.nodes[0].name
-        if is_first or name in written or graph.values[name].role not in ("input", "state"):
+        if is_first or name in graph.updated or graph.values[name].role not in ("input", "state"):
             raise GraphError(
                 f"{node.name}.{argument}: its kernel reads {name!r} before it waits, which needs a "
                 "weight, or an input or state that no launch of the segment writes"

@@ -17,7 +17,7 @@ from dflash_graph.ahead_of_time import precompile
 from dflash_graph.choices import choices_for
 from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
-from dflash_graph.kernels import node_case
+from dflash_graph.kernels import cases_of
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_round, declare_state
 from dflash_graph.profiles import load_preset
@@ -79,12 +79,7 @@ class Wide:
                 scores=True,
             )
             compiled = compile_segments(declared.segments, self.capacities, self.choices)
-            cases = [
-                node_case(s.graph, node, self.choices)
-                for s in compiled.schedules
-                for node in s.graph.nodes
-            ]
-            precompile([c for c in dict.fromkeys(cases) if c is not None], self.capability)
+            precompile(cases_of(compiled.graphs, self.choices), self.capability)
             arena = new_arena([compiled.plan], "cuda")
             state = self._state(draft_tokens + 1)
             made = RoundExecutor(compiled, arena, self.weights, state, "triton")
