@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from dflash_graph.graph import Graph, Value
 from dflash_graph.op import dtype_of
 from dflash_graph.tensor import ITEM_BYTES
 
+_View = TypeVar("_View")
 #: Fields start at multiples of this many int32 words (64 bytes).
 _FIELD_WORDS = 16
 
@@ -104,7 +105,8 @@ class Frame:
     def __contains__(self, name: str) -> bool:
         return name in self._views
 
-    def _field(self, views: Mapping[str, Tensor], name: str) -> Tensor:
+    @staticmethod
+    def _field(views: Mapping[str, _View], name: str) -> _View:
         try:
             return views[name]
         except KeyError:
@@ -117,20 +119,24 @@ class Frame:
             ShapeError: a field does not exist or has another shape.
         """
         for name, given in fields.items():
-            view = self[name]
             if isinstance(given, Tensor):
-                shape = tuple(given.shape)
-            else:
-                given = np.asarray(given)
-                shape = given.shape
-            if shape and shape != tuple(view.shape):
-                raise ShapeError(
-                    f"frame.{name}: expected shape {list(view.shape)}, got {list(shape)}"
-                )
-            if isinstance(given, Tensor):
+                view = self[name]
+                self._require(name, tuple(given.shape), tuple(view.shape))
                 view.copy_(given)
             else:
-                self._arrays[name][...] = given
+                array = self._field(self._arrays, name)
+                given = np.asarray(given)
+                self._require(name, given.shape, array.shape)
+                array[...] = given
+
+    @staticmethod
+    def _require(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape and shape != expected:
+            raise ShapeError(f"frame.{name}: expected shape {list(expected)}, got {list(shape)}")
+
+    def read(self, name: str) -> Any:
+        """A field on the host's side as nested lists."""
+        return self._field(self._arrays, name).tolist()
 
     def clear(self) -> None:
         """Zero every field."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dflash_graph.contexts import Checkpoint
 from dflash_graph.errors import DFlashGraphError
 from dflash_graph.options import SamplingParams
@@ -105,6 +107,23 @@ class Request:
     context_frontier: int = 0
     #: Prompt tokens that came from a stored prefix.
     reused: int = 0
+
+    #: A row of a page table as it was last asked for, and the pages in it.
+    _table: np.ndarray | None = field(default=None, init=False, repr=False)
+    _tabled: list[int] = field(default_factory=list, init=False, repr=False)
+    _count: int = field(default=0, init=False, repr=False)
+
+    def page_table(self, capacity: int) -> np.ndarray:
+        """Its row of a page table, int32 `[capacity]`, padded with -1; not to be written to.
+
+        The row is kept and goes on with the list of pages: making a long one takes long.
+        """
+        if self._table is None or self._tabled is not self.pages or self._count > len(self.pages):
+            self._table = np.full(capacity, -1, dtype=np.int32)
+            self._tabled, self._count = self.pages, 0
+        self._table[self._count : len(self.pages)] = self.pages[self._count :]
+        self._count = len(self.pages)
+        return self._table
 
     def __post_init__(self) -> None:
         self.history = list(self.prompt)

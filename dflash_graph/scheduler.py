@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +53,7 @@ class Scheduler:
         self.prefixes = PrefixCache(rounds.options.prefix_cache_bytes)
         self.statistics = Statistics()
         self._coverage: Coverage | None = None
+        self._columns = np.arange(rounds.columns, dtype=np.int32)
 
     def owns(self, request: Request) -> bool:
         """Whether a request waits or runs here."""
@@ -176,10 +176,10 @@ class Scheduler:
         outputs = executor.forward(self._round_fields(executor, batch, live_drafts))
         for request in batch:
             request.context_frontier = request.frontier  # materialize has caught up
-        accepted = outputs[f"{executor.law}.accepted"].tolist()
-        finite = outputs[f"{executor.law}.finite"].tolist()
-        rows = outputs[f"{executor.law}.outputs"].tolist()
-
+        law = executor.law
+        accepted = outputs.read(f"{law}.accepted")
+        finite = outputs.read(f"{law}.finite")
+        rows = outputs.read(f"{law}.outputs")
         choices = [
             self._preview(request, rows[index][: accepted[index] + 1])
             if finite[index]
@@ -203,15 +203,18 @@ class Scheduler:
                     self.end(request, "error")
             raise
         # Every row is accounted for, whatever another's checkpoint raises.
-        with ExitStack() as rest:
-            for index, request in reversed(list(enumerate(batch))):
-                if request.is_finished:
-                    continue
-                licensed = accepted[index] + 1
-                record = RoundRecord(
-                    live_drafts[index], accepted[index], licensed, committed[index]
-                )
-                rest.callback(self._account, request, record, rows[index], choices[index])
+        failure: BaseException | None = None
+        for index, request in enumerate(batch):
+            if request.is_finished:
+                continue
+            licensed = accepted[index] + 1
+            record = RoundRecord(live_drafts[index], accepted[index], licensed, committed[index])
+            try:
+                self._account(request, record, rows[index], choices[index])
+            except BaseException as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _account(
         self, request: Request, record: RoundRecord, outputs: list[int], choice: Choice
@@ -227,11 +230,11 @@ class Scheduler:
         """Input frame of a round, and the pages its columns may be written to."""
         for request, live in zip(batch, live_drafts, strict=True):
             self._reserve(request, request.frontier + live + 1)
-        columns = np.arange(self.rounds.columns, dtype=np.int32)
-        frontier = np.array([r.frontier for r in batch], dtype=np.int32)
-        ahead = frontier[:, None] + columns
-        rotary = ahead + np.array([r.rope_delta for r in batch], dtype=np.int32)[:, None]
-        live_columns = np.array(live_drafts, dtype=np.int32) + 1
+        frontier = [r.frontier for r in batch]
+        ahead = np.array(frontier, dtype=np.int32)[:, None] + self._columns
+        deltas = [r.rope_delta for r in batch]
+        rotary = ahead + np.array(deltas, dtype=np.int32)[:, None] if any(deltas) else ahead
+        live_columns = [live + 1 for live in live_drafts]
         fields: dict[str, Any] = {
             "slots": [r.slot for r in batch],
             "page_table": self._tables(batch),
@@ -239,19 +242,20 @@ class Scheduler:
             "frontier": frontier,
             "live_drafts": live_drafts,
             "live_columns": live_columns,
-            "positions": np.broadcast_to(rotary, (3, *rotary.shape)),
+            "positions": rotary[None].repeat(3, axis=0),
         }
-        draft = self.rounds.model.pair.draft
-        if draft is not None and "context_frontier" in executor.inputs:
-            behind = np.array([r.context_frontier for r in batch], dtype=np.int32)
+        if "context_frontier" in executor.inputs:
+            draft = self.rounds.model.pair.draft
+            assert draft is not None, "only a draft has context"
+            behind = [r.context_frontier for r in batch]
             # DFlash attends over its live columns, DFlash2 over all W (spec section 1).
             whole = draft.kind == "dflash2"
             fields |= {
                 "context_frontier": behind,
                 "pending": [r.pending for r in batch],
-                "context_positions": (behind[:, None] + columns)[None],
+                "context_positions": (np.array(behind, np.int32)[:, None] + self._columns)[None],
                 "draft_positions": ahead[None],
-                "draft_columns": len(columns) if whole else live_columns,
+                "draft_columns": len(self._columns) if whole else live_columns,
             }
         if "temperature" in executor.inputs:
             fields |= _law_fields(batch)
@@ -313,12 +317,12 @@ class Scheduler:
         """Publish committed tokens that no stop string can claim any more; at an end, all
         others.
         """
-        mine = request.history[request.given :]
+        given = request.given
         stop = request.stop_text
-        count = len(mine)
+        count = len(request.history) - given
         if stop is not None and (stop.is_complete or not request.is_finished):
             count = stop.publishable()
-        ready = tuple(mine[len(request.token_ids) : count])
+        ready = tuple(request.history[given + len(request.token_ids) : given + count])
         request.token_ids.extend(ready)
         return ready
 
@@ -390,13 +394,9 @@ class Scheduler:
         while len(request.pages) * PAGE_SIZE < positions:
             request.pages.append(self.pages.take())
 
-    def _tables(self, batch: Sequence[Request]) -> np.ndarray:
+    def _tables(self, batch: Sequence[Request]) -> list[np.ndarray]:
         """Page tables `[B, M]`, padded with -1."""
-        capacity = self.rounds.capacities.request_pages
-        tables = np.full((len(batch), capacity), -1, dtype=np.int32)
-        for row, request in zip(tables, batch, strict=True):
-            row[: len(request.pages)] = request.pages
-        return tables
+        return [request.page_table(self.rounds.capacities.request_pages) for request in batch]
 
 
 def _non_finite(request: Request) -> Choice:

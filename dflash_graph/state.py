@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final
 
 import torch
@@ -221,7 +222,8 @@ class FreeList:
     def __init__(self, what: str, count: int) -> None:
         self._what = what
         self.count = count
-        self._free = set(range(count))
+        self._free = list(range(count))  # a heap
+        self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -231,13 +233,12 @@ class FreeList:
         """The lowest free index; raises RequestError when there is none."""
         if not self._free:
             raise RequestError(f"no free {self._what} of {self.count}; wait for a request to end")
-        index = min(self._free)
-        self._free.remove(index)
+        index = heappop(self._free)
+        self._taken.add(index)
         return index
 
     def give(self, index: int) -> None:
         """Return an index."""
-        assert 0 <= index < self.count and index not in self._free, (
-            f"{self._what} {index} is not taken"
-        )
-        self._free.add(index)
+        assert index in self._taken, f"{self._what} {index} is not taken"
+        self._taken.remove(index)
+        heappush(self._free, index)

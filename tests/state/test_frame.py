@@ -156,3 +156,12 @@ def test_segments_share_fields_by_name() -> None:
     found = input_layout((forward, finish), NUMBERS)
     assert list(found.fields) == ["slots", "page_table", "committed"]
     assert list(output_layout((forward, finish), NUMBERS).fields) == ["slot_hidden"]
+
+
+def test_a_field_is_read_as_lists() -> None:
+    found = frame()
+    found.fill(slots=[4, 7], scores=0.5)
+    assert found.read("slots") == [4, 7]
+    assert found.read("scores") == [[0.5] * 4] * 2
+    with pytest.raises(ShapeError, match=r"frame has no field 'pages'; it has \['page_table'"):
+        found.read("pages")
