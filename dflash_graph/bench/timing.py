@@ -26,23 +26,20 @@ def captured(body: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def interleaved(bodies: Sequence[Callable[[], object]], turns: int) -> list[list[float]]:
-    """Microseconds of `turns` calls of each body; they take turns, and the device is never idle in
-    between.
+    """Microseconds of `turns` calls of each body; they take turns, and all are queued before the
+    first is timed to its end: the device is never idle in between, and waits for no launch.
     """
-    times: list[list[float]] = [[] for _ in bodies]
-    for turn in range(-_WARM_TURNS, turns):
-        marks = []
+    marks = []
+    for _ in range(_WARM_TURNS + turns):
         for body in bodies:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             body()
             end.record()
             marks.append((start, end))
-        torch.cuda.synchronize()
-        if turn >= 0:
-            for kept, (start, end) in zip(times, marks, strict=True):
-                kept.append(1e3 * start.elapsed_time(end))
-    return times
+    torch.cuda.synchronize()
+    times = [1e3 * start.elapsed_time(end) for start, end in marks]
+    return [times[len(bodies) * _WARM_TURNS + index :: len(bodies)] for index in range(len(bodies))]
 
 
 def medians(bodies: Sequence[Callable[[], object]], turns: int) -> list[float]:
