@@ -37,6 +37,22 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Variation:
+    """What one row tile has in the place of what its entry says; it must leave sums alone.
+
+    A product on tensor cores adds along its inputs in the order of its instruction, in whatever
+    tiles of 64 output features and more, and with whatever warps.
+
+    Args:
+        tiles: tile holes.
+        num_warps: None: as the entry says.
+    """
+
+    tiles: Mapping[str, int]
+    num_warps: int | None = None
+
+
+@dataclass(frozen=True)
 class Entry:
     """One node's measured choice.
 
@@ -46,6 +62,7 @@ class Entry:
         sizes: symbols and attributes that a call must have for the entry to be its.
         tiles, num_warps: as in `Choice`; they order sums, so they hold for any number of rows.
         num_stages: by row tile, see `kernels.registry.row_bucket`.
+        variations: by row tile, what it has of its own.
         pdl: whether this node is launched as a programmatic dependent; None: as the profile says.
         template: hash of the template that was measured; None where it is not known.
         versions: library versions that it was measured with, by name; those not named are not
@@ -60,6 +77,7 @@ class Entry:
     tiles: Mapping[str, int]
     num_warps: int
     num_stages: Mapping[int, int]
+    variations: Mapping[int, Variation] = field(default_factory=dict)
     pdl: bool | None = None
     template: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -111,7 +129,8 @@ class Choices:
             return None
         stages = entry.num_stages[min(entry.num_stages, key=lambda r: abs(r - rows))]
         pdl = self.pdl if entry.pdl is None else entry.pdl
-        return Choice(entry.tiles, entry.num_warps, stages, pdl)
+        own = entry.variations.get(rows, Variation({}))
+        return Choice({**entry.tiles, **own.tiles}, own.num_warps or entry.num_warps, stages, pdl)
 
 
 def parse_choices(text: str, where: str) -> Choices:
@@ -143,6 +162,10 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
         tiles=dict(found["tiles"]),
         num_warps=found["num_warps"],
         num_stages=stages,
+        variations={
+            int(rows): Variation(dict(own["tiles"]), own.get("num_warps"))
+            for rows, own in found.get("variations", {}).items()
+        },
         pdl=found.get("pdl"),
         template=found.get("template"),
         versions=dict(found.get("versions", versions)),
@@ -161,6 +184,8 @@ def entry_document(entry: Entry) -> dict[str, Any]:
         "num_warps": entry.num_warps,
         "num_stages": {str(rows): count for rows, count in sorted(entry.num_stages.items())},
     }
+    if entry.variations:
+        document["variations"] = variations_document(entry.variations)
     if entry.pdl is not None:
         document["pdl"] = entry.pdl
     if entry.template is not None:
@@ -170,6 +195,15 @@ def entry_document(entry: Entry) -> dict[str, Any]:
     if entry.evidence:
         document["evidence"] = dict(entry.evidence)
     return document
+
+
+def variations_document(variations: Mapping[int, Variation]) -> dict[str, Any]:
+    """Variations as `parse_choices` reads them."""
+    return {
+        str(rows): {"tiles": dict(own.tiles)}
+        | ({} if own.num_warps is None else {"num_warps": own.num_warps})
+        for rows, own in sorted(variations.items())
+    }
 
 
 def choices_document(choices: Choices) -> dict[str, Any]:

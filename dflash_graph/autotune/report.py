@@ -112,6 +112,9 @@ def _entry_lines(entry: Mapping[str, Any]) -> list[str]:
         f"  {_pairs(entry['tiles'])}",
         f"  {launch}",
     ]
+    for rows, own in entry.get("variations", {}).items():
+        warps = f", warps {own['num_warps']}" if "num_warps" in own else ""
+        lines.append(f"  row tile {rows}: {_pairs(own['tiles'])}{warps}")
     evidence = entry.get("evidence", {})
     if {"winner_us", "incumbent_us", "margin", "noise"} <= evidence.keys():
         lines.append(

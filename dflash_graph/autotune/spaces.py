@@ -1,7 +1,7 @@
 """Spaces: which tiles and launch parameters a family of ops may be tried with.
 
 Tiles and warps order sums, so one choice holds for every number of rows, and ops whose bits must
-agree (the heads) share one. Stages, PDL and TRIGGER leave bits alone.
+agree (the heads) share one. Stages, PDL, TRIGGER and PREFETCH leave bits alone.
 What a template does not declare is no axis, so a space survives a hole that comes or goes.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final
 
-from dflash_graph.choices import Choice
+from dflash_graph.choices import Choice, Variation, variations_document
 from dflash_graph.kernels.registry import power_of_two
 from dflash_graph.op import Sizes
 
 #: Stages that any kernel is tried with, where it has a loop to overlap.
 DEPTHS: Final = (1, 2, 3, 4, 5, 6)
-#: Tiles that change when a successor may begin, and nothing else.
-LAUNCH_TILES: Final = {"TRIGGER": (0, 1, 2)}
+#: Tiles that change how dependent launches overlap, and nothing else.
+LAUNCH_TILES: Final = {"TRIGGER": (0, 1, 2), "PREFETCH": (0, 256)}
 
 Axes = Mapping[str, tuple[int, ...]]
 
@@ -46,27 +46,47 @@ class Candidate:
     Args:
         tiles: sorted.
         num_stages: by row tile, sorted.
+        own: (row tile, tiles, warps) of those that differ, sorted, see `choices.Variation`.
     """
 
     tiles: tuple[tuple[str, int], ...]
     num_warps: int
     num_stages: tuple[tuple[int, int], ...]
     pdl: bool = False
+    own: tuple[tuple[int, tuple[tuple[str, int], ...], int | None], ...] = ()
 
     @classmethod
     def make(
-        cls, tiles: Mapping[str, int], warps: int, stages: Mapping[int, int], pdl: bool
+        cls,
+        tiles: Mapping[str, int],
+        warps: int,
+        stages: Mapping[int, int],
+        pdl: bool,
+        variations: Mapping[int, Variation] | None = None,
     ) -> Candidate:
-        return cls(tuple(sorted(tiles.items())), warps, tuple(sorted(stages.items())), pdl)
+        own = sorted(
+            (rows, tuple(sorted(found.tiles.items())), found.num_warps)
+            for rows, found in (variations or {}).items()
+        )
+        stages_of = tuple(sorted(stages.items()))
+        return cls(tuple(sorted(tiles.items())), warps, stages_of, pdl, tuple(own))
 
     @property
     def order(self) -> tuple[object, ...]:
         """What is equal for candidates that differ in stages alone."""
-        return self.tiles, self.num_warps, self.pdl
+        return self.tiles, self.num_warps, self.pdl, self.own
+
+    @property
+    def variations(self) -> dict[int, Variation]:
+        """What row tiles have of their own."""
+        return {rows: Variation(dict(tiles), warps) for rows, tiles, warps in self.own}
 
     def choice(self, rows: int) -> Choice:
         """The choice of a call with this row tile."""
-        return Choice(dict(self.tiles), self.num_warps, dict(self.num_stages)[rows], self.pdl)
+        own = self.variations.get(rows, Variation({}))
+        tiles = {**dict(self.tiles), **own.tiles}
+        warps = own.num_warps or self.num_warps
+        return Choice(tiles, warps, dict(self.num_stages)[rows], self.pdl)
 
     def document(self) -> dict[str, object]:
         """As JSON values."""
@@ -76,12 +96,16 @@ class Candidate:
             "num_warps": self.num_warps,
             "num_stages": stages,
             "pdl": self.pdl,
-        }
+        } | ({"variations": variations_document(self.variations)} if self.own else {})
 
     def __str__(self) -> str:
         tiles = " ".join(f"{name}={value}" for name, value in self.tiles)
         stages = "/".join(str(count) for _, count in self.num_stages)
-        return f"{tiles} warps={self.num_warps} stages={stages}{' pdl' if self.pdl else ''}"
+        own = "".join(
+            f" rows {rows}: {' '.join(f'{n}={v}' for n, v in tiles)} warps={warps}"
+            for rows, tiles, warps in self.own
+        )
+        return f"{tiles} warps={self.num_warps} stages={stages}{' pdl' if self.pdl else ''}{own}"
 
 
 @dataclass(frozen=True)
@@ -138,12 +162,18 @@ class Space:
             for launch, pdl in _launches(tiles, limits.has_pdl):
                 for depth in self.depths:
                     stages = {
-                        rows: max(self._fitting(n, tiles, rows, dtype, limits, depth), default=0)
+                        rows: max(
+                            self._fitting(
+                                n, candidate.choice(rows).tiles, rows, dtype, limits, depth
+                            ),
+                            default=0,
+                        )
                         for rows, _ in candidate.num_stages
                     }
                     if all(stages.values()):
                         made = {**tiles, **launch}
-                        found.append(Candidate.make(made, candidate.num_warps, stages, pdl))
+                        own = candidate.variations
+                        found.append(Candidate.make(made, candidate.num_warps, stages, pdl, own))
         return list(dict.fromkeys(found))
 
     def _axes(self, n: Sizes, dtype: str, held: Candidate) -> dict[str, tuple[int, ...]]:
@@ -194,6 +224,7 @@ def _product(
     inputs: Callable[[Sizes], int],
     *,
     splits: bool,
+    more: Axes | None = None,
 ) -> Space:
     def tiles(n: Sizes, dtype: str) -> Axes:
         steps = -(-inputs(n) // 64)
@@ -205,6 +236,7 @@ def _product(
             "BLOCK_O": (32, 64, 128),
             "BLOCK_I": tuple(block for block in (64, 128, 256) if block <= widest) or (widest,),
             "SPLIT": tuple(part for part in parts if part <= max(1, steps // 4)),
+            **(more or {}),
         }
 
     def programs(n: Sizes, tiles: Mapping[str, int]) -> int:
@@ -244,6 +276,7 @@ _PRODUCTS = (
         lambda n: 2 * n.ffn_width,
         lambda n: n.I,
         splits=False,
+        more={"HALVES": (0, 1)},
     ),
     _product(
         "gdn_project",

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_graph.autotune.spaces import Candidate, Space, space_of, tuned_ops
-from dflash_graph.choices import Choice, Choices, Entry
+from dflash_graph.choices import Choices, Entry
 from dflash_graph.errors import OptionError
 from dflash_graph.graph import Graph, Node
-from dflash_graph.kernels import KernelCase, device_choice, kernel_case, row_bucket
+from dflash_graph.kernels import (
+    KernelCase,
+    default_choice,
+    device_choice,
+    kernel_case,
+    row_bucket,
+)
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_startup
 from dflash_graph.op import Attribute, Sizes, Specs
@@ -105,13 +111,17 @@ class Task:
     def incumbent(self, choices: Choices | None) -> Candidate:
         """What runs now: the device's choice or the template's default."""
         stages: dict[int, int] = {}
-        first: Choice | None = None
         for call in self.calls:
             found = device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
             stages.setdefault(call.rows, found.num_stages)
-            first = first or found
-        assert first is not None, "a task has calls"
-        return Candidate.make(first.tiles, first.num_warps, stages, first.pdl)
+        first = self.calls[0]
+        found = device_choice(first.op, first.sizes, first.dtype, first.rows, choices)
+        entry = choices.entry(first.op, first.sizes, first.dtype) if choices else None
+        if entry is None:
+            return Candidate.make(found.tiles, found.num_warps, stages, found.pdl)
+        tiles = {**default_choice(first.op, first.sizes, first.dtype).tiles, **entry.tiles}
+        own = {rows: one for rows, one in entry.variations.items() if rows in stages}
+        return Candidate.make(tiles, entry.num_warps, stages, found.pdl, own)
 
     def entries(
         self,
@@ -131,6 +141,7 @@ class Task:
                 tiles=dict(candidate.tiles),
                 num_warps=candidate.num_warps,
                 num_stages={call.rows: stages[call.rows] for call in part.calls},
+                variations=candidate.variations,
                 pdl=candidate.pdl,
                 template=templates[part.op],
                 versions=dict(versions),

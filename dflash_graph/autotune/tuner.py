@@ -260,7 +260,12 @@ class _Search:
                 time, stages[rows] = time + best[0], best[1]
             first = members[0][0]
             made.append(
-                (time, Candidate.make(dict(first.tiles), first.num_warps, stages, first.pdl))
+                (
+                    time,
+                    Candidate.make(
+                        dict(first.tiles), first.num_warps, stages, first.pdl, first.variations
+                    ),
+                )
             )
         return [candidate for _, candidate in sorted(made, key=lambda pair: pair[0])]
 

@@ -1,12 +1,14 @@
 """Kernels of products of rows with a weight, alone and with what stands before and after them.
 
-A choice fixes BLOCK_O, BLOCK_I, SPLIT and the number of warps for a weight: they order its sums.
-Stages and the row tile follow the number of rows: they overlap loads and leave sums alone.
+A choice fixes SPLIT for a weight, and by default BLOCK_O, BLOCK_I and the number of warps too: they
+order its sums, but for tensor cores, whose instruction does. Stages and the row tile follow the
+number of rows: they overlap loads and leave sums alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dflash_graph.choices import Choice
 from dflash_graph.kernels.registry import (
@@ -21,6 +23,8 @@ from dflash_graph.rendering import HoleValue
 
 #: Programs that keep a large device's memory busy: a few for each multiprocessor.
 _PROGRAMS = 256
+#: How a launch meets its neighbours, see templates/common/product.py.jinja.
+_LAUNCH = {"TRIGGER": 1, "PREFETCH": 0}
 
 
 def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: bool) -> Choice:
@@ -37,7 +41,7 @@ def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: 
         splits: sums of parts can be added by a later launch.
     """
     if dtype == "float32":
-        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, "TRIGGER": 1}
+        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, **_LAUNCH}
         return Choice(tiles, num_warps=4, num_stages=3)
     block_o = 64
     if not splits:
@@ -51,7 +55,7 @@ def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: 
     # Beside 64 sums a thread, compute capability 12.0 has registers for the operands of two stages.
     most = 2 if block_o * block_r >= 64 * 128 else 4
     num_stages = min(most, -(-steps // split), max(2, 1 + SHARED_BUDGET // step))
-    tiles = {"BLOCK_O": block_o, "BLOCK_I": block_i, "SPLIT": split, "TRIGGER": 1}
+    tiles = {"BLOCK_O": block_o, "BLOCK_I": block_i, "SPLIT": split, **_LAUNCH}
     return Choice(tiles, num_warps=4, num_stages=num_stages)
 
 
@@ -106,13 +110,18 @@ register(
         ),
     )
 )
+
+
+def _swiglu_choice(n: Sizes, dtype: str) -> Choice:
+    found = product_choice(2 * n.ffn_width, n.I, n.B * n.W, dtype, splits=False)
+    return replace(found, tiles={**found.tiles, "HALVES": 0})
+
+
 register(
     Kernel(
         op="swiglu_linear",
         holes=lambda n: _holes(2 * n.ffn_width, n.I, n),
-        choose=lambda n, dtype: product_choice(
-            2 * n.ffn_width, n.I, n.B * n.W, dtype, splits=False
-        ),
+        choose=_swiglu_choice,
     )
 )
 register(

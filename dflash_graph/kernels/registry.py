@@ -144,14 +144,17 @@ def device_choice(op: str, sizes: Sizes, dtype: str, rows: int, choices: Choices
         rows: the row tile of the call.
         choices: of the device; None for the defaults alone.
     """
-    default = default_choice(op, sizes, dtype)
     if choices is None:
-        return default
+        return default_choice(op, sizes, dtype)
     found = choices.find(op, sizes, dtype, rows)
     if found is None:
-        return replace(default, pdl=choices.pdl)
-    # A hole that is newer than the measurement has its default.
-    return replace(found, tiles={**default.tiles, **found.tiles})
+        return replace(default_choice(op, sizes, dtype), pdl=choices.pdl)
+    return _completed(found, op, sizes, dtype)
+
+
+def _completed(choice: Choice, op: str, sizes: Sizes, dtype: str) -> Choice:
+    """A choice in which a hole that is newer has its default."""
+    return replace(choice, tiles={**default_choice(op, sizes, dtype).tiles, **choice.tiles})
 
 
 def kernel_case(
@@ -190,6 +193,8 @@ def kernel_case(
     if choice is None:
         rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
         choice = device_choice(op, sizes, dtype, rows, choices)
+    else:
+        choice = _completed(choice, op, sizes, dtype)
     holes = {**kernel.holes(sizes), **choice.tiles, "pdl": choice.pdl}
     if kernel.typed:
         holes["dtype"] = dtype

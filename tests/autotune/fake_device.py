@@ -11,11 +11,15 @@ LIMITS = Limits(shared=227 * 1024, processors=8, has_pdl=True)
 
 
 def microseconds(candidate: Candidate, rows: int) -> float:
-    """Least for BLOCK_O = 64, eight warps, pdl with TRIGGER, and more stages for fewer rows."""
+    """Least for BLOCK_O = 64, eight warps, pdl with TRIGGER, and more stages for fewer rows.
+
+    PREFETCH costs a little.
+    """
     tiles, stages = dict(candidate.tiles), dict(candidate.num_stages)[rows]
     time = 100.0 + abs(tiles.get("BLOCK_O", 64) - 64) + 5.0 * abs(candidate.num_warps - 8)
     time += 0.01 * abs(tiles.get("BLOCK_I", 64) - 64) + 3.0 * (tiles.get("SPLIT", 1) - 1)
     time += 2.0 * abs(stages - (4 if rows <= 16 else 2))
+    time += 0.001 * tiles.get("PREFETCH", 0)
     return time - (4.0 if candidate.pdl else 0.0) - (2.0 * (tiles.get("TRIGGER") == 1))
 
 

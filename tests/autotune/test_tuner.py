@@ -29,7 +29,7 @@ from dflash_graph.autotune.tuner import FINAL_TURNS
 from dflash_graph.choices import shipped_choices
 from dflash_graph.errors import OptionError, ProfileError, TuningError
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
-from dflash_graph.kernels import kernel_cases, kernel_ops
+from dflash_graph.kernels import default_choice, device_choice, kernel_cases, kernel_ops
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.profile_store import Identity, lookup, read_profile, user_file
 from dflash_graph.profiles import load_preset
@@ -166,7 +166,18 @@ def test_the_incumbent_is_the_devices_choice() -> None:
     (found,) = find_tasks(pair, draft_tokens=7, max_batch=8, ops=["swiglu_linear"])
     (entry,) = (e for e in shipped.entries if e.op == "swiglu_linear")
     held = found.incumbent(shipped)
-    assert dict(held.tiles) == entry.tiles and held.num_warps == entry.num_warps
+    default = default_choice("swiglu_linear", found.sizes, "bfloat16")
+    assert dict(held.tiles) == {**default.tiles, **entry.tiles}
+    assert held.num_warps == entry.num_warps
+    assert held.variations == {64: entry.variations[64]}
+    for call in found.calls:
+        expected = device_choice(call.op, call.sizes, call.dtype, call.rows, shipped)
+        assert held.choice(call.rows) == expected
+    refined = found.space.refine(found.sizes, "bfloat16", LIMITS, [held])
+    assert refined and all(c.variations == held.variations for c in refined)
+    (kept,) = found.entries(held, templates={"swiglu_linear": None}, versions={}, evidence={})
+    assert kept.variations == entry.variations
+    assert "rows 64: HALVES=1 warps=4" in str(held)
     assert dict(held.num_stages) == {rows: entry.num_stages[rows] for rows in (16, 32, 64)}
     assert held.pdl is True and found.incumbent(None).pdl is False
 

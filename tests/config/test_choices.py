@@ -14,6 +14,7 @@ from dflash_graph.choices import (
     Choice,
     Choices,
     Entry,
+    Variation,
     choices_document,
     choices_for,
     entry_document,
@@ -65,6 +66,34 @@ def test_a_profile_is_read() -> None:
 def test_stages_follow_the_nearest_row_tile(rows: int, stages: int) -> None:
     found = parsed().find("linear", Sizes(O=19, I=45, B=1, W=3), "float32", rows)
     assert found == Choice({**TILES, "BLOCK_O": 64}, 8, stages, pdl=True)
+
+
+def test_a_row_tile_may_have_tiles_and_warps_of_its_own() -> None:
+    own = {"64": {"tiles": {"BLOCK_I": 16}, "num_warps": 2}, "32": {"tiles": {"TRIGGER": 0}}}
+    found = parsed(choices=[{**document()["choices"][0], "variations": own}])
+    sizes, common = Sizes(O=19, I=45), {**TILES, "BLOCK_O": 64}
+    expected = {
+        16: Choice(common, 8, 4, pdl=True),
+        32: Choice({**common, "TRIGGER": 0}, 8, 4, pdl=True),
+        64: Choice({**common, "BLOCK_I": 16}, 2, 3, pdl=True),
+        128: Choice(common, 8, 3, pdl=True),
+    }
+    for rows, choice in expected.items():
+        assert found.find("linear", sizes, "float32", rows) == choice, rows
+    (entry,) = found.entries
+    assert entry_document(entry)["variations"] == {
+        "32": {"tiles": {"TRIGGER": 0}},
+        "64": {"tiles": {"BLOCK_I": 16}, "num_warps": 2},
+    }
+    again = parse_choices(json.dumps(choices_document(found)), "a.json")
+    assert again == found
+
+
+@pytest.mark.parametrize("own", [{"64": {}}, {"few": {"tiles": {}}}, {"64": 3}, [1]])
+def test_a_damaged_variation_is_refused(own: Any) -> None:
+    entry = {**document()["choices"][0], "variations": own}
+    with pytest.raises(ProfileError, match=r"a.json: expected a profile of choices"):
+        parsed(choices=[entry])
 
 
 @pytest.mark.parametrize(
@@ -229,6 +258,16 @@ def test_shipped_profiles_name_a_device_each(profiles: tuple[Choices, ...]) -> N
         assert found.capability >= 90 or not (found.pdl or any(e.pdl for e in found.entries))
 
 
+def leaves_sums_alone(entry: Entry, own: Variation) -> bool:
+    """Whether a variation is one of those that `Variation` promises: a product on tensor cores,
+    its parts as they were, whose tiles have the 64 features of an instruction and more.
+    """
+    tiles = {**entry.tiles, **own.tiles}
+    features = tiles["BLOCK_O"] // (1 + tiles.get("HALVES", 0))
+    launching = {"BLOCK_O", "BLOCK_I", "HALVES", "TRIGGER", "PREFETCH"}
+    return entry.dtype == "bfloat16" and own.tiles.keys() <= launching and features >= 64
+
+
 def test_shipped_choices_are_those_of_kernels_that_ship(
     profiles: tuple[Choices, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -253,6 +292,9 @@ def test_shipped_choices_are_those_of_kernels_that_ship(
         for entry in found.entries:
             assert id(entry) in used, f"{found.source}: no preset has {entry}"
             assert set(entry.num_stages) <= set(ROW_BUCKETS)
+            for rows, own in entry.variations.items():
+                assert rows in ROW_BUCKETS
+                assert leaves_sums_alone(entry, own), f"{found.source}: {entry.key}, {rows} rows"
         assert len({str((e.op, e.dtype, sorted(e.sizes.items()))) for e in found.entries}) == len(
             found.entries
         )

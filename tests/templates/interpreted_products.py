@@ -195,6 +195,9 @@ def test_groups(rng, check, groups):
 def test_swiglu_widths(rng, check, ffn_width):
     case, attributes = swiglu_case(rng, 1, 3, ffn_width)
     check(get_op("swiglu_linear"), case, attributes, F32_REDUCTION, choice=small())
+    halves = small(block_o=32)
+    halves = replace(halves, tiles={**halves.tiles, "HALVES": 1})
+    check(get_op("swiglu_linear"), case, attributes, F32_REDUCTION, choice=halves)
 
 
 @pytest.mark.parametrize(("gate", "silu"), [(200.0, 200.0), (-200.0, 0.0), (0.0, 0.0)])

@@ -29,10 +29,11 @@ LINEAR = {
     "BLOCK_R": 16,
     "SPLIT": 1,
     "TRIGGER": 1,
+    "PREFETCH": 0,
     "pdl": False,
 }
 ODD = LINEAR | {"O": 19, "I": 45, "dtype": "float32", "unrounded": True}
-PARTS = LINEAR | {"SPLIT": 3, "pdl": True}
+PARTS = LINEAR | {"SPLIT": 3, "PREFETCH": 256, "pdl": True}
 
 
 @pytest.fixture
