@@ -121,8 +121,9 @@ class Request:
         if self._table is None or self._tabled is not self.pages or self._count > len(self.pages):
             self._table = np.full(capacity, -1, dtype=np.int32)
             self._tabled, self._count = self.pages, 0
-        self._table[self._count : len(self.pages)] = self.pages[self._count :]
-        self._count = len(self.pages)
+        if self._count < len(self.pages):
+            self._table[self._count : len(self.pages)] = self.pages[self._count :]
+            self._count = len(self.pages)
         return self._table
 
     def __post_init__(self) -> None:
