@@ -36,12 +36,16 @@ class Choice:
     pdl: bool = False
 
 
+#: Tiles of a product that order no sum on tensor cores.
+_FREE_TILES: Final = frozenset({"BLOCK_O", "BLOCK_I", "HALVES", "TRIGGER", "PREFETCH"})
+
+
 @dataclass(frozen=True)
 class Variation:
-    """What one row tile has in the place of what its entry says; it must leave sums alone.
+    """What one row tile has in the place of what its entry says, where that leaves sums alone.
 
     A product on tensor cores adds along its inputs in the order of its instruction, in whatever
-    tiles of 64 output features and more, and with whatever warps.
+    tiles of 64 output features and more, and with whatever warps. Other variations are refused.
 
     Args:
         tiles: tile holes.
@@ -155,6 +159,18 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
     stages = {int(rows): count for rows, count in found["num_stages"].items()}
     if not stages:
         raise ValueError("num_stages is empty")
+    variations = {
+        int(rows): Variation(dict(own["tiles"]), own.get("num_warps"))
+        for rows, own in found.get("variations", {}).items()
+    }
+    for rows, own in variations.items():
+        if not _leaves_sums_alone(own, found["tiles"], found["dtype"]):
+            raise ProfileError(
+                f"{where}: {found['op']}: row tile {rows}: expected variations of "
+                f"{', '.join(sorted(_FREE_TILES))} of a bfloat16 product with tiles of 64 output "
+                f"features and more, got {dict(own.tiles)} beside {dict(found['tiles'])} in "
+                f"{found['dtype']}"
+            )
     return Entry(
         op=found["op"],
         dtype=found["dtype"],
@@ -162,16 +178,24 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
         tiles=dict(found["tiles"]),
         num_warps=found["num_warps"],
         num_stages=stages,
-        variations={
-            int(rows): Variation(dict(own["tiles"]), own.get("num_warps"))
-            for rows, own in found.get("variations", {}).items()
-        },
+        variations=variations,
         pdl=found.get("pdl"),
         template=found.get("template"),
         versions=dict(found.get("versions", versions)),
         evidence=dict(found.get("evidence", {})),
         source=where,
     )
+
+
+def _leaves_sums_alone(own: Variation, tiles: Mapping[str, int], dtype: str) -> bool:
+    """Whether a row tile with tiles of its own has the bits of the others, see `Variation`."""
+    features = [
+        found["BLOCK_O"] // (1 + found.get("HALVES", 0))
+        for found in (tiles, {**tiles, **own.tiles})
+        if "BLOCK_O" in found
+    ]
+    is_free = own.tiles.keys() <= _FREE_TILES and dtype == "bfloat16"
+    return is_free and len(features) == 2 and min(features) >= 64
 
 
 def entry_document(entry: Entry) -> dict[str, Any]:
