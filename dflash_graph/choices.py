@@ -37,7 +37,7 @@ class Choice:
 
 
 #: Tiles of a product that order no sum on tensor cores.
-_FREE_TILES: Final = frozenset({"BLOCK_O", "BLOCK_I", "HALVES", "TRIGGER", "PREFETCH"})
+FREE_TILES: Final = frozenset({"BLOCK_O", "BLOCK_I", "HALVES", "TRIGGER", "PREFETCH"})
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
         if not _leaves_sums_alone(own, found["tiles"], found["dtype"]):
             raise ProfileError(
                 f"{where}: {found['op']}: row tile {rows}: expected variations of "
-                f"{', '.join(sorted(_FREE_TILES))} of a bfloat16 product with tiles of 64 output "
+                f"{', '.join(sorted(FREE_TILES))} of a bfloat16 product with tiles of 64 output "
                 f"features and more, got {dict(own.tiles)} beside {dict(found['tiles'])} in "
                 f"{found['dtype']}"
             )
@@ -187,15 +187,17 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
     )
 
 
+def may_vary(tiles: Mapping[str, int], dtype: str) -> bool:
+    """Whether `FREE_TILES` of these leave sums alone: a product on tensor cores, in tiles of 64
+    output features and more.
+    """
+    return dtype == "bfloat16" and tiles.get("BLOCK_O", 0) // (1 + tiles.get("HALVES", 0)) >= 64
+
+
 def _leaves_sums_alone(own: Variation, tiles: Mapping[str, int], dtype: str) -> bool:
     """Whether a row tile with tiles of its own has the bits of the others, see `Variation`."""
-    features = [
-        found["BLOCK_O"] // (1 + found.get("HALVES", 0))
-        for found in (tiles, {**tiles, **own.tiles})
-        if "BLOCK_O" in found
-    ]
-    is_free = own.tiles.keys() <= _FREE_TILES and dtype == "bfloat16"
-    return is_free and len(features) == 2 and min(features) >= 64
+    both = (tiles, {**tiles, **own.tiles})
+    return own.tiles.keys() <= FREE_TILES and all(may_vary(found, dtype) for found in both)
 
 
 def entry_document(entry: Entry) -> dict[str, Any]:

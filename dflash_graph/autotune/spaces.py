@@ -1,7 +1,8 @@
 """Spaces: which tiles and launch parameters a family of ops may be tried with.
 
-Tiles and warps order sums, so one choice holds for every number of rows, and ops whose bits must
-agree (the heads) share one. Stages, PDL, TRIGGER and PREFETCH leave bits alone.
+Tiles and warps order sums, so one choice holds for every number of rows (but see
+`choices.Variation`), and ops whose bits must agree (the heads) share one. Stages, PDL, TRIGGER and
+PREFETCH leave bits alone.
 What a template does not declare is no axis, so a space survives a hole that comes or goes.
 """
 

@@ -16,6 +16,7 @@ from dflash_graph.autotune.decision import Decision, decide, total
 from dflash_graph.autotune.journal import Journal, Outcome, record_key
 from dflash_graph.autotune.spaces import Candidate, Limits
 from dflash_graph.autotune.tasks import Task
+from dflash_graph.choices import FREE_TILES, Variation, may_vary
 from dflash_graph.errors import TuningError
 from dflash_graph.profile_store import Identity, template_hash
 
@@ -113,10 +114,13 @@ class Tuner:
         search = _Search(task)
         try:
             explored = space.explore(n, task.dtype, limits, incumbent)
-            self._measure(search, explored, more=len(space.depths) * KEPT)
+            self._measure(search, explored, more=len(space.depths) * (KEPT + 1))
             refined = space.refine(n, task.dtype, limits, search.best(KEPT))
             self._measure(search, refined)
-            finalists = list(dict.fromkeys([*search.composed()[:2], incumbent]))
+            ranked = search.composed()
+            # Row tiles that differ may turn out not to agree: one whose do not is always there.
+            alike = [candidate for candidate in ranked if not candidate.own][:1]
+            finalists = list(dict.fromkeys([*ranked[:2], *alike, incumbent]))
             outcomes = self._final(task, finalists)
         except OutOfBudget:
             return Decision(
@@ -233,41 +237,61 @@ class _Search:
         return sorted(good, key=lambda pair: total(self.task, pair[1].samples))
 
     def best(self, count: int) -> list[Candidate]:
-        """The fastest candidates that are right, of different orders of sums."""
+        """The fastest candidates that are right, of different orders of sums, and that of each row
+        tile.
+        """
+        good = self._good()
         orders: dict[tuple[object, ...], Candidate] = {}
-        for candidate, _ in self._good():
+        for candidate, _ in good:
             orders.setdefault(candidate.order, candidate)
-        return list(orders.values())[:count]
+        found = list(orders.values())[:count]
+        for rows in self.task.buckets if good else ():
+            found.append(min(good, key=lambda pair: self._time(pair[1], rows))[0])
+        return list({candidate.order: candidate for candidate in reversed(found)}.values())[::-1]
+
+    def _time(self, outcome: Outcome, rows: int) -> float:
+        """Of a round's launches with this row tile."""
+        calls = [call for call in self.task.calls if call.rows == rows]
+        return sum(call.launches * _median(outcome.samples[call.label]) for call in calls)
 
     def composed(self) -> list[Candidate]:
-        """For each order of sums the best stages of each row tile; the fastest first."""
-        groups: dict[tuple[object, ...], list[tuple[Candidate, Outcome]]] = {}
+        """For each order of sums the best stages of each row tile, or what else of it leaves bits
+        alone; the fastest first. A final checks that row tiles agree.
+        """
+        orders: dict[tuple[object, ...], list[tuple[Candidate, Outcome]]] = {}
         for candidate, outcome in self._good():
-            groups.setdefault(candidate.order, []).append((candidate, outcome))
-        made: list[tuple[float, Candidate]] = []
-        for members in groups.values():
-            stages, time = {}, 0.0
-            for rows in self.task.buckets:
-                calls = [call for call in self.task.calls if call.rows == rows]
-                by_stages = [
-                    (
-                        sum(c.launches * _median(o.samples[c.label]) for c in calls),
-                        dict(candidate.num_stages)[rows],
-                    )
-                    for candidate, o in members
-                ]
-                best = min(by_stages)
-                time, stages[rows] = time + best[0], best[1]
-            first = members[0][0]
-            made.append(
-                (
-                    time,
-                    Candidate.make(
-                        dict(first.tiles), first.num_warps, stages, first.pdl, first.variations
-                    ),
-                )
+            for key in dict.fromkeys((candidate.order, self._same_bits(candidate))):
+                orders.setdefault(key, []).append((candidate, outcome))
+        made = [self._composed(members) for members in orders.values()]
+        found = [candidate for _, candidate in sorted(made, key=lambda pair: pair[0])]
+        return list(dict.fromkeys(found))
+
+    def _same_bits(self, candidate: Candidate) -> tuple[object, ...]:
+        """What is equal for candidates that give the same bits, as far as is known beforehand."""
+        each = [candidate.choice(rows) for rows in self.task.buckets]
+        if not all(may_vary(choice.tiles, self.task.dtype) for choice in each):
+            return candidate.order
+        kept = [(k, v) for k, v in candidate.tiles if k not in FREE_TILES]
+        return "may vary", tuple(kept), candidate.pdl
+
+    def _composed(self, members: Sequence[tuple[Candidate, Outcome]]) -> tuple[float, Candidate]:
+        """The best of `members` for each row tile, as one candidate, and its time."""
+        time, best = 0.0, {}
+        for rows in self.task.buckets:
+            times = [self._time(outcome, rows) for _, outcome in members]
+            time += min(times)
+            best[rows] = members[times.index(min(times))][0].choice(rows)
+        first = next(iter(best.values()))
+        own = {
+            rows: Variation(
+                {k: v for k, v in choice.tiles.items() if v != first.tiles.get(k)},
+                None if choice.num_warps == first.num_warps else choice.num_warps,
             )
-        return [candidate for _, candidate in sorted(made, key=lambda pair: pair[0])]
+            for rows, choice in best.items()
+            if (choice.tiles, choice.num_warps) != (first.tiles, first.num_warps)
+        }
+        stages = {rows: choice.num_stages for rows, choice in best.items()}
+        return time, Candidate.make(first.tiles, first.num_warps, stages, first.pdl, own)
 
 
 def _median(values: Sequence[float]) -> float:

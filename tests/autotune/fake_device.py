@@ -15,8 +15,9 @@ def microseconds(candidate: Candidate, rows: int) -> float:
 
     PREFETCH costs a little.
     """
-    tiles, stages = dict(candidate.tiles), dict(candidate.num_stages)[rows]
-    time = 100.0 + abs(tiles.get("BLOCK_O", 64) - 64) + 5.0 * abs(candidate.num_warps - 8)
+    choice = candidate.choice(rows)
+    tiles, stages = choice.tiles, choice.num_stages
+    time = 100.0 + abs(tiles.get("BLOCK_O", 64) - 64) + 5.0 * abs(choice.num_warps - 8)
     time += 0.01 * abs(tiles.get("BLOCK_I", 64) - 64) + 3.0 * (tiles.get("SPLIT", 1) - 1)
     time += 2.0 * abs(stages - (4 if rows <= 16 else 2))
     time += 0.001 * tiles.get("PREFETCH", 0)

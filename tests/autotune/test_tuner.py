@@ -26,7 +26,7 @@ from dflash_graph.autotune import (
 )
 from dflash_graph.autotune import session as sessions
 from dflash_graph.autotune.tuner import FINAL_TURNS
-from dflash_graph.choices import shipped_choices
+from dflash_graph.choices import Variation, shipped_choices
 from dflash_graph.errors import OptionError, ProfileError, TuningError
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.kernels import default_choice, device_choice, kernel_cases, kernel_ops
@@ -204,6 +204,60 @@ def test_the_fastest_is_found_with_stages_for_each_row_tile(
     assert decision.turns == FINAL_TURNS
     assert decision.tried == tuner.measured - 3  # and three finalists
     assert decision.runner_up is not None and decision.lead > 0
+
+
+def few_warps_for_many_rows(candidate: Candidate, rows: int) -> float:
+    """As `microseconds`, but 64 rows want four warps."""
+    if rows < 64:
+        return microseconds(candidate, rows)
+    return microseconds(dataclasses.replace(candidate, num_warps=12 - candidate.num_warps), rows)
+
+
+def uniform(candidate: Candidate, rows: int) -> float:
+    """`few_warps_for_many_rows` of what a row tile really runs with."""
+    choice = candidate.choice(rows)
+    stages = dict.fromkeys(dict(candidate.num_stages), choice.num_stages)
+    made = Candidate.make(choice.tiles, choice.num_warps, stages, choice.pdl)
+    return few_warps_for_many_rows(made, rows) + 0.1 * abs(choice.tiles["BLOCK_I"] - 64)
+
+
+def test_a_row_tile_gets_what_is_best_for_it_where_bits_stay(
+    task: Task, tmp_path: Path, identity: Identity
+) -> None:
+    decision, _ = tuned(task, FakeDevice(time=uniform), tmp_path / "j", identity)
+    winner = decision.winner
+    assert decision.result == "won" and winner is not None
+    assert winner.num_warps == 8 and winner.variations == {64: Variation({}, 4)}
+    launches = {call.rows: call.launches for call in task.calls}
+    assert decision.microseconds[0] == pytest.approx(
+        sum(n * uniform(winner, rows) for rows, n in launches.items()), abs=0.01
+    )
+    evidence: dict[str, Any] = {"templates": {"linear_norm": None}, "versions": {}, "evidence": {}}
+    (entry,) = task.entries(winner, **evidence)
+    assert entry.variations == winner.variations
+
+
+def test_other_bits_in_a_row_tile_lose(task: Task, tmp_path: Path, identity: Identity) -> None:
+    """What is put together from measurements is checked again before it may win."""
+
+    def spoil(candidate: Candidate) -> Outcome | None:
+        return Outcome("wrong", "other bits with 1 of 8 requests") if candidate.own else None
+
+    device = FakeDevice(time=uniform, spoil=spoil)
+    decision, _ = tuned(task, device, tmp_path / "j", identity)
+    assert decision.result == "won" and decision.winner is not None
+    assert not decision.winner.variations and decision.failed >= 1
+
+
+def test_narrow_tiles_do_not_vary(task: Task, tmp_path: Path, identity: Identity) -> None:
+    """Below 64 features the instruction is another, and so may its order of sums be."""
+
+    def narrow(candidate: Candidate, rows: int) -> float:
+        return uniform(candidate, rows) + 1000.0 * (dict(candidate.tiles)["BLOCK_O"] >= 64)
+
+    decision, _ = tuned(task, FakeDevice(time=narrow), tmp_path / "j", identity)
+    assert decision.winner is not None and not decision.winner.variations
+    assert dict(decision.winner.tiles)["BLOCK_O"] < 64
 
 
 def test_what_is_measured_has_been_compiled(task: Task, tmp_path: Path, identity: Identity) -> None:
