@@ -244,10 +244,11 @@ class _Search:
         orders: dict[tuple[object, ...], Candidate] = {}
         for candidate, _ in good:
             orders.setdefault(candidate.order, candidate)
-        found = list(orders.values())[:count]
+        found = dict(list(orders.items())[:count])
         for rows in self.task.buckets if good else ():
-            found.append(min(good, key=lambda pair: self._time(pair[1], rows))[0])
-        return list({candidate.order: candidate for candidate in reversed(found)}.values())[::-1]
+            quickest, _ = min(good, key=lambda pair: self._time(pair[1], rows))
+            found.setdefault(quickest.order, quickest)
+        return list(found.values())
 
     def _time(self, outcome: Outcome, rows: int) -> float:
         """Of a round's launches with this row tile."""
