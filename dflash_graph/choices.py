@@ -55,6 +55,11 @@ class Variation:
     tiles: Mapping[str, int]
     num_warps: int | None = None
 
+    def applied(self, choice: Choice) -> Choice:
+        """A choice with this in the place of what it has."""
+        warps = self.num_warps or choice.num_warps
+        return replace(choice, tiles={**choice.tiles, **self.tiles}, num_warps=warps)
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -133,8 +138,9 @@ class Choices:
             return None
         stages = entry.num_stages[min(entry.num_stages, key=lambda r: abs(r - rows))]
         pdl = self.pdl if entry.pdl is None else entry.pdl
-        own = entry.variations.get(rows, Variation({}))
-        return Choice({**entry.tiles, **own.tiles}, own.num_warps or entry.num_warps, stages, pdl)
+        choice = Choice(entry.tiles, entry.num_warps, stages, pdl)
+        own = entry.variations.get(rows)
+        return own.applied(choice) if own else choice
 
 
 def parse_choices(text: str, where: str) -> Choices:

@@ -113,6 +113,11 @@ class Request:
     _tabled: list[int] = field(default_factory=list, init=False, repr=False)
     _count: int = field(default=0, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self.history = list(self.prompt)
+        if self.source is not None:
+            self.history.append(self.source.anchor)
+
     def page_table(self, capacity: int) -> np.ndarray:
         """Its row of a page table, int32 `[capacity]`, padded with -1; not to be written to.
 
@@ -125,11 +130,6 @@ class Request:
             self._table[self._count : len(self.pages)] = self.pages[self._count :]
             self._count = len(self.pages)
         return self._table
-
-    def __post_init__(self) -> None:
-        self.history = list(self.prompt)
-        if self.source is not None:
-            self.history.append(self.source.anchor)
 
     @property
     def is_finished(self) -> bool:

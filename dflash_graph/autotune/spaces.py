@@ -84,10 +84,10 @@ class Candidate:
 
     def choice(self, rows: int) -> Choice:
         """The choice of a call with this row tile."""
-        own = self.variations.get(rows, Variation({}))
-        tiles = {**dict(self.tiles), **own.tiles}
-        warps = own.num_warps or self.num_warps
-        return Choice(tiles, warps, dict(self.num_stages)[rows], self.pdl)
+        stages = dict(self.num_stages)[rows]
+        choice = Choice(dict(self.tiles), self.num_warps, stages, self.pdl)
+        own = self.variations.get(rows)
+        return own.applied(choice) if own else choice
 
     def document(self) -> dict[str, object]:
         """As JSON values."""

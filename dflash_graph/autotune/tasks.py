@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_graph.autotune.spaces import Candidate, Space, space_of, tuned_ops
-from dflash_graph.choices import Choices, Entry
+from dflash_graph.choices import Choices, Entry, Variation
 from dflash_graph.errors import OptionError
 from dflash_graph.graph import Graph, Node
 from dflash_graph.kernels import (
     KernelCase,
-    default_choice,
+    completed_choice,
     device_choice,
     kernel_case,
     row_bucket,
@@ -110,18 +110,20 @@ class Task:
 
     def incumbent(self, choices: Choices | None) -> Candidate:
         """What runs now: the device's choice or the template's default."""
-        stages: dict[int, int] = {}
-        for call in self.calls:
-            found = device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
-            stages.setdefault(call.rows, found.num_stages)
         first = self.calls[0]
-        found = device_choice(first.op, first.sizes, first.dtype, first.rows, choices)
+        held = {
+            call.rows: device_choice(call.op, call.sizes, call.dtype, call.rows, choices)
+            for call in reversed(self.calls)
+        }
+        common = held[first.rows]
+        stages = {rows: choice.num_stages for rows, choice in held.items()}
+        own: dict[int, Variation] = {}
         entry = choices.entry(first.op, first.sizes, first.dtype) if choices else None
-        if entry is None:
-            return Candidate.make(found.tiles, found.num_warps, stages, found.pdl)
-        tiles = {**default_choice(first.op, first.sizes, first.dtype).tiles, **entry.tiles}
-        own = {rows: one for rows, one in entry.variations.items() if rows in stages}
-        return Candidate.make(tiles, entry.num_warps, stages, found.pdl, own)
+        if entry is not None:
+            plain = replace(common, tiles=entry.tiles, num_warps=entry.num_warps)
+            common = completed_choice(plain, first.op, first.sizes, first.dtype)
+            own = {rows: one for rows, one in entry.variations.items() if rows in stages}
+        return Candidate.make(common.tiles, common.num_warps, stages, common.pdl, own)
 
     def entries(
         self,

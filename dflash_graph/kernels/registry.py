@@ -149,10 +149,10 @@ def device_choice(op: str, sizes: Sizes, dtype: str, rows: int, choices: Choices
     found = choices.find(op, sizes, dtype, rows)
     if found is None:
         return replace(default_choice(op, sizes, dtype), pdl=choices.pdl)
-    return _completed(found, op, sizes, dtype)
+    return completed_choice(found, op, sizes, dtype)
 
 
-def _completed(choice: Choice, op: str, sizes: Sizes, dtype: str) -> Choice:
+def completed_choice(choice: Choice, op: str, sizes: Sizes, dtype: str) -> Choice:
     """A choice in which a hole that is newer has its default."""
     return replace(choice, tiles={**default_choice(op, sizes, dtype).tiles, **choice.tiles})
 
@@ -194,7 +194,7 @@ def kernel_case(
         rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
         choice = device_choice(op, sizes, dtype, rows, choices)
     else:
-        choice = _completed(choice, op, sizes, dtype)
+        choice = completed_choice(choice, op, sizes, dtype)
     holes = {**kernel.holes(sizes), **choice.tiles, "pdl": choice.pdl}
     if kernel.typed:
         holes["dtype"] = dtype
