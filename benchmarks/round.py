@@ -220,9 +220,9 @@ def host_gap(rounds: Rounds, batch: int, context: int, count: int = 60) -> float
     marks: list[tuple[float, float]] = []
     run = executor.run
 
-    def timed(index: int = 0, probe: Any = None) -> None:
+    def timed(index: int = 0, probe: Any = None, meanwhile: Any = None) -> None:
         start = time.perf_counter()
-        run(index, probe)
+        run(index, probe, meanwhile)
         if index == 0:
             marks.append((start, time.perf_counter()))
 

@@ -19,6 +19,7 @@ from dflash_graph.options import EngineOptions, SamplingParams
 from dflash_graph.profile.build import started_profile
 from dflash_graph.profile.document import Profile
 from dflash_graph.profile.parts import Ceiling
+from dflash_graph.rehearsal import Rehearsals
 from dflash_graph.request import Event, Generation, Preview, Request
 from dflash_graph.rounds import Model, Progress, Rounds, compile_rounds
 from dflash_graph.scheduler import Scheduler
@@ -56,7 +57,7 @@ class Engine:
         self.rounds = rounds
         self.tokenizer = tokenizer
         self._capacity = rounds.capacities.context
-        self.scheduler = Scheduler(rounds)
+        self.scheduler = Scheduler(rounds, Rehearsals(rounds) if rounds.arena.is_cuda else None)
         self._next_id = 0
         self._closed = False
         self._in_step = False

@@ -19,6 +19,7 @@ from dflash_graph.lowering import eager, inductor, library, triton
 from dflash_graph.lowering.schedules import lowered
 from dflash_graph.lowering.segment import Probe, Segment
 from dflash_graph.op import dtype_of
+from dflash_graph.pace import Pace
 from dflash_graph.passes.check import check_segments
 from dflash_graph.passes.schedule import Schedule
 from dflash_graph.planner import Plan, plan
@@ -33,6 +34,10 @@ _LOWERINGS: Mapping[str, Callable[[Schedule, Mapping[str, Tensor]], Segment]] = 
     "library": library.bind,
     "triton": triton.bind,
 }
+
+
+#: Bytes of weights that the last part of a segment reads.
+_TAIL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -133,14 +138,29 @@ class Executor:
         bind = _LOWERINGS[backend]
         self.segments = tuple(bind(schedule, self.tensors) for schedule in compiled.schedules)
         self._returns = tuple(bool(graph.by_role("output")) for graph in compiled.graphs)
-        self._captured: tuple[torch.cuda.CUDAGraph, ...] = ()
+        #: Of each segment, the graphs of its parts.
+        self._captured: tuple[tuple[torch.cuda.CUDAGraph, ...], ...] = ()
+        #: Where the last part of the segment that is run begins, and its end.
+        self._moments: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         #: How often the first segment ran.
         self.runs = 0
+        self._pace = Pace()
 
-    def run(self, index: int = 0, probe: Probe | None = None) -> None:
+    def run(
+        self,
+        index: int = 0,
+        probe: Probe | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
         """Run one segment over what its input frame holds; its results are in the result frame.
 
         With a probe the launches run one by one, also where the segment is captured.
+
+        Args:
+            index: of the segment.
+            probe: sees what each step stored.
+            meanwhile: for the host to call shortly before a device is done with a captured
+                segment that is long enough.
         """
         if probe is None:
             self.run_queued(index)
@@ -148,27 +168,44 @@ class Executor:
             self.runs += not index
             self._launch(index, probe)
         if self._returns[index] and self.arena.is_cuda:
-            torch.cuda.current_stream().synchronize()
+            if meanwhile is None or probe is not None or self._moments is None:
+                torch.cuda.current_stream().synchronize()
+            else:
+                self._moments[1].record()
+                self._pace.wait(*self._moments, meanwhile)
 
     def run_queued(self, index: int = 0) -> None:
         """Queue one segment on the current stream and wait for nothing."""
         self.runs += not index
         if self._captured:
-            self._captured[index].replay()
+            *first, last = self._captured[index]
+            for part in first:
+                part.replay()
+            if first and self._moments is not None:
+                self._moments[0].record()
+            last.replay()
         else:
             self._launch(index)
 
     @torch.no_grad()
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Make each segment one CUDA Graph: the frame's copy, its launches, the results' copy.
+        """Make each segment a CUDA Graph: the frame's copy, its launches, the results' copy. One
+        that returns results is cut in two shortly before its end.
 
         Raises:
             PlanError: a launch allocated memory.
         """
-        self._captured = tuple(
-            capture(partial(self._launch, index), stream, str(graph.key))
-            for index, graph in enumerate(self.compiled.graphs)
-        )
+        captured = []
+        for index, segment in enumerate(self.segments):
+            count = len(segment.launches)
+            cut = tail(segment.schedule) if self._returns[index] else 0
+            parts = [range(cut), range(cut, count)] if cut else [range(count)]
+            launches = [partial(self._launch_part, index, part) for part in parts]
+            name = str(segment.schedule.graph.key)
+            captured.append(tuple(capture(launch, stream, name) for launch in launches))
+        self._captured = tuple(captured)
+        if len(self._captured[0]) > 1:
+            self._moments = torch.cuda.Event(), torch.cuda.Event()
 
     @property
     def is_captured(self) -> bool:
@@ -181,9 +218,34 @@ class Executor:
         if self._returns[index]:
             self.outputs.download()
 
+    def _launch_part(self, index: int, steps: range) -> None:
+        """What `_launch` does, of some steps: the frame's copy comes before the first, the results'
+        after the last.
+        """
+        segment = self.segments[index]
+        if steps.start == 0:
+            self.frames[index].upload()
+        segment.run_part(steps)
+        if steps.stop == len(segment.launches) and self._returns[index]:
+            self.outputs.download()
+
     def poison(self) -> None:
         """Fill the arena with bytes that read as NaN, and as impossible integers."""
         self.arena.fill_(0xFF)
+
+
+def tail(schedule: Schedule) -> int:
+    """The last step from which on a segment reads at least 1 GiB of weights: some tenths of a
+    millisecond before its end. 0 where all of it reads less.
+    """
+    values = schedule.graph.values
+    left = _TAIL_BYTES
+    for index in reversed(range(len(schedule.steps))):
+        names = schedule.inputs(index)
+        left -= sum(values[name].spec.nbytes() for name in names if values[name].role == "weight")
+        if left <= 0:
+            return index
+    return 0
 
 
 class RoundExecutor(Executor):
@@ -193,12 +255,18 @@ class RoundExecutor(Executor):
     def batch(self) -> int:
         return self.compiled.graphs[0].key.batch
 
-    def forward(self, frame: Mapping[str, Any], probe: Probe | None = None) -> Frame:
+    def forward(
+        self,
+        frame: Mapping[str, Any],
+        probe: Probe | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Frame:
         """Run materialize, propose, verify and accept.
 
         Args:
             frame: input frame fields (see `dflash_graph.models.round`); those left out keep their
                 value.
+            probe, meanwhile: see `run`.
 
         Returns:
             The result frame: `verify/ids` `[B, W]`, `accept/greedy.accepted`, `.licensed`,
@@ -206,7 +274,7 @@ class RoundExecutor(Executor):
             `.outputs` `[B, W]`, int32; valid until the next forward.
         """
         self.inputs.fill(**frame)
-        self.run(0, probe)
+        self.run(0, probe, meanwhile)
         return self.outputs
 
     @property
@@ -229,13 +297,35 @@ class RoundExecutor(Executor):
         """
         frame = self.frames[1]
         if frame is not self.inputs:
-            frame.host.copy_(self.inputs.host)
+            frame.take(self.inputs)
         frame.fill(committed=committed)
         if "published" in frame:
             frame.fill(
                 published=self.outputs[f"{self.law}.outputs"] if published is None else published
             )
         self.run(1, probe)
+
+
+class StillExecutor(RoundExecutor):
+    """The host's side of a round executor: frames of its own, and nothing that runs.
+
+    Args:
+        of: whose frames they are like.
+    """
+
+    def __init__(self, of: RoundExecutor) -> None:
+        self.compiled = of.compiled
+        self.inputs = Frame(of.compiled.inputs)
+        self.outputs = Frame(of.compiled.outputs)
+        self.frames = (self.inputs, *(Frame(of.compiled.inputs) for _ in of.compiled.graphs[1:]))
+
+    def run(
+        self,
+        index: int = 0,
+        probe: Probe | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
+        """Do nothing."""
 
 
 def new_arena(plans: Sequence[Plan], device: str | torch.device) -> Tensor:

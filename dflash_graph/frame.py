@@ -72,6 +72,7 @@ class Frame:
         self.host = self.buffer
         if self.buffer.is_cuda:
             self.host = torch.zeros(self.layout.words, dtype=torch.int32, pin_memory=True)
+        self._words = self.host.numpy()
         self._views = self._cut(self.host)
         self._arrays = {name: view.numpy() for name, view in self._views.items()}
         self._bound = self._cut(self.buffer)
@@ -137,6 +138,10 @@ class Frame:
     def read(self, name: str) -> Any:
         """A field on the host's side as nested lists."""
         return self._field(self._arrays, name).tolist()
+
+    def take(self, other: Frame) -> None:
+        """Set every field to what the host's side of a frame of this layout holds."""
+        self._words[...] = other._words
 
     def clear(self) -> None:
         """Zero every field."""

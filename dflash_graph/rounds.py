@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dflash_graph.executors import (
     Executor,
     Lowering,
     RoundExecutor,
+    StillExecutor,
     compile_segments,
     new_arena,
 )
@@ -269,6 +271,13 @@ class Rounds(Mapping[int, RoundExecutor]):
 
     def __len__(self) -> int:
         return len(self._greedy)
+
+    def still(self) -> Rounds:
+        """These rounds with executors that run nothing and have frames of their own on the host."""
+        found = copy(self)
+        found._greedy = {batch: StillExecutor(made) for batch, made in self._greedy.items()}
+        found.sampling = {batch: StillExecutor(made) for batch, made in self.sampling.items()}
+        return found
 
     def executors(self) -> dict[str, Executor]:
         """Every executor that is bound by now, by the name it is declared under."""

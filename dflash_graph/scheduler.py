@@ -10,7 +10,7 @@ in at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,10 +38,17 @@ class Scheduler:
 
     Args:
         rounds: compiled executors.
+        meanwhile: by batch size and whether all of it is greedy, what the host does shortly before
+            a device has finished a round.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(
+        self,
+        rounds: Rounds,
+        meanwhile: Callable[[int, bool], Callable[[], object]] | None = None,
+    ) -> None:
         self.rounds = rounds
+        self._meanwhile = meanwhile
         self.slots = FreeList("slot", rounds.capacities.slots)
         self.pages = FreeList("page", rounds.capacities.bindings()["pages"])
         self.waiting: deque[Request] = deque()
@@ -173,7 +180,9 @@ class Scheduler:
         is_greedy = all(request.is_plain_greedy for request in batch)
         executor = self.rounds[len(batch)] if is_greedy else self.rounds.sampling[len(batch)]
         live_drafts = [self._live_drafts(request) for request in batch]
-        outputs = executor.forward(self._round_fields(executor, batch, live_drafts))
+        meanwhile = self._meanwhile and self._meanwhile(len(batch), is_greedy)
+        fields = self._round_fields(executor, batch, live_drafts)
+        outputs = executor.forward(fields, meanwhile=meanwhile)
         for request in batch:
             request.context_frontier = request.frontier  # materialize has caught up
         law = executor.law

@@ -27,11 +27,14 @@ LEVELS = (
     {"passes"},
     {"planner", "export", "rendering", "profile_store"},
     {"kernels"},
-    {"ahead_of_time", "lowering", "capture", "weights", "state", "report", "checkpoint", "frame"},
+    {
+        *("ahead_of_time", "lowering", "capture", "weights", "state", "report", "checkpoint"),
+        *("frame", "pace"),
+    },
     {"executors", "rounds"},
     {
         *("engine", "scheduler", "contexts", "request", "statistics", "stop_text", "submission"),
-        *("text", "profile"),
+        *("text", "profile", "rehearsal"),
     },
     {"__init__"},  # the public names: only the outermost level imports `dflash_graph` itself
     {"cli", "testing", "autotune", "bench", "__main__"},

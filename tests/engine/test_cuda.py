@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import dflash_graph as dg
+from dflash_graph import executors
 from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
 from dflash_graph.models.round import declare_round
+from dflash_graph.scheduler import Scheduler
 
 pytestmark = pytest.mark.gpu
 
@@ -103,6 +105,32 @@ def test_sampled_rows_of_kernels_in_company() -> None:
         assert [r.token_ids for r in engine.generate(prompts, params)] == alone
     with load("triton", cuda_graphs=False) as engine:
         assert [r.token_ids for r in engine.generate(prompts, params)] == alone
+
+
+def test_rounds_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph in two parts, and the host's rehearsals during the second, change no token."""
+    laws = [
+        dg.SamplingParams(max_new_tokens=TOKENS),
+        dg.SamplingParams(max_new_tokens=TOKENS, temperature=0.8, seed=3),
+    ]
+    prompts = dg.demo.prompts()[:3]
+    with load("triton") as whole:
+        expected = [[r.token_ids for r in whole.generate(prompts, law)] for law in laws]
+    monkeypatch.setattr(executors, "_TAIL_BYTES", 1 << 20)
+    played = []
+    play = Scheduler.advance
+
+    def advance(scheduler: Scheduler) -> None:
+        played.append(scheduler)
+        play(scheduler)
+
+    monkeypatch.setattr(Scheduler, "advance", advance)
+    with load("triton") as cut:
+        forward = cut.rounds[3].compiled.schedules[0]
+        assert 0 < executors.tail(forward) < len(forward.steps)
+        found = [[r.token_ids for r in cut.generate(prompts, law)] for law in laws]
+        assert any(scheduler is not cut.scheduler for scheduler in played), "rehearsed"
+    assert found == expected
 
 
 def test_five_thousand_rounds_take_no_more_memory() -> None:

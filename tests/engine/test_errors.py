@@ -227,7 +227,7 @@ def interrupt_once(executor: Executor, index: int, launches: int) -> None:
     segment = executor.segments[index]
     part = Segment(segment.schedule, segment.launches[:launches])
 
-    def run(chosen: int = 0, probe: Any = None) -> None:
+    def run(chosen: int = 0, probe: Any = None, meanwhile: Any = None) -> None:
         if chosen != index:
             return Executor.run(executor, chosen, probe)
         del executor.run  # type: ignore[method-assign]
@@ -425,7 +425,7 @@ def test_failing_executor(lab: Any, load: Load) -> None:
     case = lab.case("dflash2_g16")
     engine = load("dflash2_g16", draft_tokens=7)
 
-    def run(index: int = 0, probe: Any = None) -> None:
+    def run(index: int = 0, probe: Any = None, meanwhile: Any = None) -> None:
         raise RuntimeError("device")
 
     for executor in (engine.rounds.prefill(16), engine.rounds[1]):

@@ -165,3 +165,12 @@ def test_a_field_is_read_as_lists() -> None:
     assert found.read("scores") == [[0.5] * 4] * 2
     with pytest.raises(ShapeError, match=r"frame has no field 'pages'; it has \['page_table'"):
         found.read("pages")
+
+
+def test_take_copies_every_field() -> None:
+    found, other = frame(), frame()
+    other.fill(slots=7, page_table=[[0, 1, 2], [3, 4, -1]], scores=-1.5)
+    found.take(other)
+    assert torch.equal(found.buffer, other.buffer)
+    other.fill(slots=8)
+    assert found["slots"].eq(7).all()
