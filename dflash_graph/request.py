@@ -108,6 +108,9 @@ class Request:
     #: Prompt tokens that came from a stored prefix.
     reused: int = 0
 
+    #: Tokens of its history that it did not generate itself.
+    given: int = field(init=False)
+
     #: A row of a page table as it was last asked for, and the pages in it.
     _table: np.ndarray | None = field(default=None, init=False, repr=False)
     _tabled: list[int] = field(default_factory=list, init=False, repr=False)
@@ -117,6 +120,7 @@ class Request:
         self.history = list(self.prompt)
         if self.source is not None:
             self.history.append(self.source.anchor)
+        self.given = len(self.history)
 
     def page_table(self, capacity: int) -> np.ndarray:
         """Its row of a page table, int32 `[capacity]`, padded with -1; not to be written to.
@@ -153,11 +157,6 @@ class Request:
     def anchor(self) -> int:
         """The last token, chosen but not processed."""
         return self.history[-1]
-
-    @property
-    def given(self) -> int:
-        """Tokens of its history that it did not generate itself."""
-        return len(self.prompt) + (self.source is not None)
 
     @property
     def generated(self) -> tuple[int, ...]:

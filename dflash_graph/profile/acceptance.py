@@ -8,7 +8,7 @@ short, and an extrapolation where the draft's proposal depends on the block's wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 from typing import Final
@@ -22,7 +22,7 @@ from dflash_graph.statistics import RoundRecord, Statistics
 RESOLVED: Final = 0.95
 
 _DRAWS: Final = 2000
-_RECORD: Final = frozenset(field.name for field in fields(RoundRecord))
+_RECORD: Final = frozenset(RoundRecord._fields)
 
 
 @dataclass(frozen=True)
