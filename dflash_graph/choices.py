@@ -99,6 +99,29 @@ class Entry:
         sizes = " ".join(f"{name}={value}" for name, value in sorted(self.sizes.items()))
         return f"{self.op} {self.dtype} {sizes}".rstrip()
 
+    def choice(self, rows: int, pdl: bool = False) -> Choice:
+        """What a row tile runs with.
+
+        One that was not measured has the stages of the nearest, or as many as the shared memory
+        of those holds where its own are larger: a stage of a product is BLOCK_O + rows wide.
+
+        Args:
+            rows: the row tile.
+            pdl: of the profile, where the entry says nothing.
+        """
+        nearest = min(self.num_stages, key=lambda measured: abs(measured - rows))
+        stages = self.num_stages[nearest]
+        if rows > nearest and "BLOCK_O" in self.tiles:
+            wide, measured = (self._tiles(n)["BLOCK_O"] + n for n in (rows, nearest))
+            stages = max(1, min(stages, stages * measured // wide))
+        choice = Choice(self.tiles, self.num_warps, stages, pdl if self.pdl is None else self.pdl)
+        own = self.variations.get(rows)
+        return own.applied(choice) if own else choice
+
+    def _tiles(self, rows: int) -> dict[str, int]:
+        own = self.variations.get(rows)
+        return {**self.tiles, **(own.tiles if own else {})}
+
     def fits(self, op: str, sizes: Sizes, dtype: str) -> bool:
         return (op, dtype) == (self.op, self.dtype) and all(
             sizes.get(name) == value for name, value in self.sizes.items()
@@ -136,11 +159,7 @@ class Choices:
         entry = self.entry(op, sizes, dtype)
         if entry is None:
             return None
-        stages = entry.num_stages[min(entry.num_stages, key=lambda r: abs(r - rows))]
-        pdl = self.pdl if entry.pdl is None else entry.pdl
-        choice = Choice(entry.tiles, entry.num_warps, stages, pdl)
-        own = entry.variations.get(rows)
-        return own.applied(choice) if own else choice
+        return entry.choice(rows, self.pdl)
 
 
 def parse_choices(text: str, where: str) -> Choices:

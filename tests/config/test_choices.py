@@ -61,7 +61,7 @@ def test_a_profile_is_read() -> None:
     assert entry.num_stages == {16: 4, 64: 3}
 
 
-@pytest.mark.parametrize(("rows", "stages"), [(16, 4), (32, 4), (64, 3), (128, 3)])
+@pytest.mark.parametrize(("rows", "stages"), [(16, 4), (32, 3), (64, 3), (128, 2)])
 def test_stages_follow_the_nearest_row_tile(rows: int, stages: int) -> None:
     found = parsed().find("linear", Sizes(O=19, I=45, B=1, W=3), "float32", rows)
     assert found == Choice({**TILES, "BLOCK_O": 64}, 8, stages, pdl=True)
@@ -82,9 +82,9 @@ def test_a_row_tile_may_have_tiles_and_warps_of_its_own() -> None:
     sizes, common = Sizes(O=19, I=45), {**TILES, "BLOCK_O": 128}
     expected = {
         16: Choice(common, 8, 4, pdl=True),
-        32: Choice({**common, "TRIGGER": 0, "HALVES": 1}, 8, 4, pdl=True),
+        32: Choice({**common, "TRIGGER": 0, "HALVES": 1}, 8, 3, pdl=True),
         64: Choice({**common, "BLOCK_O": 64}, 2, 3, pdl=True),
-        128: Choice(common, 8, 3, pdl=True),
+        128: Choice(common, 8, 1, pdl=True),
     }
     for rows, choice in expected.items():
         assert found.find("linear", sizes, "bfloat16", rows) == choice, rows
@@ -311,3 +311,26 @@ def test_shipped_choices_are_those_of_kernels_that_ship(
         assert len({str((e.op, e.dtype, sorted(e.sizes.items()))) for e in found.entries}) == len(
             found.entries
         )
+
+
+@pytest.mark.parametrize(
+    ("block", "own", "stages", "expected"),
+    [
+        (128, {}, {"64": 4}, 3),  # 4 (128 + 64) / (128 + 128)
+        (64, {}, {"16": 6, "64": 4}, 2),
+        (64, {"64": {"tiles": {"BLOCK_O": 128}}}, {"64": 4}, 4),
+        (64, {"128": {"tiles": {"BLOCK_O": 128}}}, {"64": 4}, 2),
+        (128, {}, {"16": 1}, 1),
+        (128, {}, {"64": 4, "128": 4}, 4),  # measured
+        (None, {}, {"16": 2}, 2),  # no product: a stage does not follow the rows
+    ],
+)
+def test_stages_of_a_row_tile_that_was_not_measured(
+    block: int | None, own: dict[str, Any], stages: dict[str, int], expected: int
+) -> None:
+    """No more shared memory than the largest that was measured takes."""
+    tiles = {"WORKERS": 8} if block is None else {"BLOCK_O": block}
+    entry = {**document()["choices"][0], "dtype": "bfloat16", "tiles": tiles}
+    (found,) = parsed(choices=[{**entry, "num_stages": stages, "variations": own}]).entries
+    assert found.choice(128).num_stages == expected
+    assert found.choice(16).num_stages == next(iter(stages.values()))
