@@ -124,10 +124,11 @@ def test_show_says_what_is_used_and_what_differs(stored: Path) -> None:
     assert used == {64: True, 128: False}
 
 
-def test_show_of_what_ships_says_that_its_templates_are_not_known() -> None:
+def test_show_of_what_ships_says_which_templates_are_not_known() -> None:
     text = ok("show", "nvidia-h200.json")
     (shipped,) = (c for c in shipped_choices() if c.device == H200)
-    assert text.count("used; which template was measured is unknown") == len(shipped.entries)
+    unknown = sum(entry.template is None for entry in shipped.entries)
+    assert 0 < unknown == text.count("used; which template was measured is unknown")
     assert "torch: measured with " in text
 
 
