@@ -2,14 +2,15 @@
 
     python benchmarks/round.py --json round.json
     python benchmarks/round.py --draft-tokens 15 --batch 1
-    python benchmarks/round.py --defaults --no-library
+    python benchmarks/round.py --defaults --without-each --no-library
     python benchmarks/round.py --peers
 
 Every row is a captured round over random weights and state, timed with device events; variants take
 turns, figures are medians. The library's variant is the same round with every product by cuBLAS and
 what stands around it compiled by Inductor, in CUDA Graphs of its own. `--defaults` times the round
-with the templates' default choices in the place of the device's. `--peers` times greedy rounds
-of the public packages transformers and dflash, eagerly, at the same geometry; both must be there.
+as it is without a profile, `--without-each` without each entry that a run of autotune left: what
+is fast among its own kind need not be beside others. `--peers` times greedy rounds of the public
+packages transformers and dflash, eagerly, at the same geometry; both must be there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,18 +173,34 @@ def library_round(executor: RoundExecutor) -> list[Callable[[], None]]:
     return graphs
 
 
-def default_round(rounds: Rounds, model: Model, batch: int, context: int) -> RoundExecutor:
-    """The round with the templates' default choices, captured, in an arena of its own."""
+def default_choices(choices: Choices) -> Choices:
+    """What stands without a profile: templates' defaults, nothing dependent."""
+    return replace(choices, entries=(), pdl=False)
+
+
+def without_each(choices: Choices) -> dict[str, Choices]:
+    """Choices without each entry that a run of autotune left; the next in line takes its place."""
+    return {
+        f"without {left_out.key}": replace(
+            choices, entries=tuple(entry for entry in choices.entries if entry is not left_out)
+        )
+        for left_out in choices.entries
+        if left_out.evidence
+    }
+
+
+def round_with(
+    choices: Choices, rounds: Rounds, model: Model, batch: int, context: int
+) -> RoundExecutor:
+    """The round with other choices, captured, in an arena of its own."""
     held = rounds[batch]
-    pdl = any(schedule.choices and schedule.choices.pdl for schedule in held.compiled.schedules)
-    major, minor = torch.cuda.get_device_capability()
-    choices = Choices(torch.cuda.get_device_name(), 10 * major + minor, pdl=pdl)
     compiled = compile_segments(held.compiled.graphs, rounds.capacities, choices)
     precompile(cases_of(compiled.graphs, choices), choices.capability)
     arena = new_arena([compiled.plan], "cuda")
     made = RoundExecutor(compiled, arena, model.weights, rounds.state.tensors, "triton")
     _play(made, rounds, batch, context)
     made.capture(torch.cuda.Stream())
+    _play(made, rounds, batch, context)
     return made
 
 
@@ -193,17 +211,25 @@ def _play(executor: RoundExecutor, rounds: Rounds, batch: int, context: int) -> 
 
 
 def compare(
-    rounds: Rounds, batch: int, context: int, turns: int, others: Sequence[str], model: Model
+    rounds: Rounds,
+    batch: int,
+    context: int,
+    turns: int,
+    model: Model,
+    *,
+    library: bool,
+    others: Mapping[str, Choices],
 ) -> dict[str, float]:
-    """Median microseconds of the round by kernels and by `others`, taking turns."""
+    """Median microseconds of the round by kernels, by libraries and with other choices, taking
+    turns.
+    """
     _play(rounds[batch], rounds, batch, context)
     kinds = {"kernels": [lambda i=i: rounds[batch].run_queued(i) for i in range(2)]}
-    if "library" in others:
+    if library:
         kinds["cublas and inductor"] = library_round(rounds[batch])
-    if "defaults" in others:
-        made = default_round(rounds, model, batch, context)
-        _play(made, rounds, batch, context)
-        kinds["default choices"] = [lambda i=i: made.run_queued(i) for i in range(2)]
+    for name, choices in others.items():
+        made = round_with(choices, rounds, model, batch, context)
+        kinds[name] = [lambda made=made, i=i: made.run_queued(i) for i in range(2)]
     times = interleaved([part for parts in kinds.values() for part in parts], turns)
     return {
         name: statistics.median(map(sum, zip(*times[2 * i : 2 * i + 2], strict=True)))
@@ -289,6 +315,9 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--no-library", action="store_true", help="leave cuBLAS and Inductor out")
     parser.add_argument("--defaults", action="store_true", help="also the default choices")
+    parser.add_argument(
+        "--without-each", action="store_true", help="also without each entry of autotune"
+    )
     parser.add_argument("--no-ops", action="store_true", help="leave the table of ops out")
     parser.add_argument("--host", action="store_true", help="also host time between rounds")
     parser.add_argument("--peers", action="store_true", help="also transformers and dflash")
@@ -334,12 +363,17 @@ def main() -> int:
     if given.host:
         document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
         print("host time between rounds, us:", document["host_gap_us"], flush=True)
-    others = [] if given.no_library else ["library"]
-    others += ["defaults"] if given.defaults else []
-    if others:
+    others: dict[str, Choices] = {}
+    if rounds.choices is not None:
+        others |= {"default choices": default_choices(rounds.choices)} if given.defaults else {}
+        others |= without_each(rounds.choices) if given.without_each else {}
+    library = not given.no_library
+    if others or library:
         document["compared_us"] = {}
         for batch in given.batch:
-            found = compare(rounds, batch, given.context, given.turns, others, model)
+            found = compare(
+                rounds, batch, given.context, given.turns, model, library=library, others=others
+            )
             document["compared_us"][batch] = found
             print(f"B = {batch}: " + ", ".join(f"{k} {v / 1e3:.3f} ms" for k, v in found.items()))
     document["read_ceiling_after"] = read_ceiling()
