@@ -45,16 +45,25 @@ def same(left: list[Any], right: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["dflash_mixed_w16", "dflash2_g16"])
+@pytest.mark.parametrize(
+    ("name", "speculative"),
+    [("dflash_mixed_w16", True), ("dflash2_g16", True), ("dflash2_g16", False)],
+)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_rounds_with_rehearsals(
-    lab: Any, load: Load, random_ids: Any, name: str, params: dg.SamplingParams
+    lab: Any,
+    load: Load,
+    random_ids: Any,
+    name: str,
+    speculative: bool,
+    params: dg.SamplingParams,
 ) -> None:
     """Called in the middle of every round, they leave tokens, state, frames and requests alone."""
     prompts = [random_ids(length, lab.case(name).vocab) for length in (5, 19, 33)]
-    plain = load(name, max_batch=3).generate(prompts, params)
+    options = {"max_batch": 3, "speculative": speculative}
+    plain = load(name, **options).generate(prompts, params)
 
-    engine = load(name, max_batch=3)
+    engine = load(name, **options)
     engine.scheduler = Scheduler(engine.rounds, Rehearsals(engine.rounds))
     played = 0
 
