@@ -120,20 +120,13 @@ class Frame:
             ShapeError: a field does not exist or has another shape.
         """
         for name, given in fields.items():
-            if isinstance(given, Tensor):
-                view = self[name]
-                self._require(name, tuple(given.shape), tuple(view.shape))
-                view.copy_(given)
-            else:
-                array = self._field(self._arrays, name)
-                given = np.asarray(given)
-                self._require(name, given.shape, array.shape)
-                array[...] = given
-
-    @staticmethod
-    def _require(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-        if shape and shape != expected:
-            raise ShapeError(f"frame.{name}: expected shape {list(expected)}, got {list(shape)}")
+            array = self._field(self._arrays, name)
+            found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
+            if found.shape and found.shape != array.shape:
+                raise ShapeError(
+                    f"frame.{name}: expected shape {list(array.shape)}, got {list(found.shape)}"
+                )
+            array[...] = found
 
     def read(self, name: str) -> Any:
         """A field on the host's side as nested lists."""

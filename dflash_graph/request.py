@@ -110,6 +110,8 @@ class Request:
 
     #: Tokens of its history that it did not generate itself.
     given: int = field(init=False)
+    #: Whether the argmax of unchanged scores decides.
+    is_plain_greedy: bool = field(init=False)
 
     #: A row of a page table as it was last asked for, and the pages in it.
     _table: np.ndarray | None = field(default=None, init=False, repr=False)
@@ -121,6 +123,9 @@ class Request:
         if self.source is not None:
             self.history.append(self.source.anchor)
         self.given = len(self.history)
+        p = self.params
+        unchanged = p.presence_penalty == 0.0 and p.frequency_penalty == 0.0
+        self.is_plain_greedy = p.is_greedy and unchanged
 
     def page_table(self, capacity: int) -> np.ndarray:
         """Its row of a page table, int32 `[capacity]`, padded with -1; not to be written to.
@@ -146,12 +151,12 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether prompt tokens, or the choice of the first token, are still to come."""
-        return not self.is_finished and len(self.history) == len(self.prompt)
+        return self.finish_reason is None and len(self.history) == len(self.prompt)
 
     @property
     def is_decoding(self) -> bool:
         """Whether its prompt is processed and its anchor chosen."""
-        return not self.is_finished and len(self.history) > len(self.prompt)
+        return self.finish_reason is None and len(self.history) > len(self.prompt)
 
     @property
     def anchor(self) -> int:
@@ -185,9 +190,3 @@ class Request:
         if self.media is not None:
             return self.media.rope_delta
         return self.source.rope_delta if self.source is not None else 0
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Whether the argmax of unchanged scores decides."""
-        p = self.params
-        return p.is_greedy and p.presence_penalty == 0.0 and p.frequency_penalty == 0.0

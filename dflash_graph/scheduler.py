@@ -280,12 +280,12 @@ class Scheduler:
             return Choice(0)
         kept = len(licensed)
         reason: FinishReason | None = None
-        for index, token in enumerate(licensed):
-            if token in request.stops:
-                kept, reason = index + 1, "stop"
-                break
-        if kept > request.remaining or (kept == request.remaining and reason is None):
-            kept, reason = request.remaining, "length"
+        if not request.stops.isdisjoint(licensed):
+            first = next(i for i, token in enumerate(licensed) if token in request.stops)
+            kept, reason = first + 1, "stop"
+        remaining = request.remaining
+        if kept > remaining or (kept == remaining and reason is None):
+            kept, reason = remaining, "length"
         if request.stop_text is not None:
             complete = request.stop_text.scan(licensed[:kept])
             if complete is not None:
@@ -403,9 +403,11 @@ class Scheduler:
         while len(request.pages) * PAGE_SIZE < positions:
             request.pages.append(self.pages.take())
 
-    def _tables(self, batch: Sequence[Request]) -> list[np.ndarray]:
+    def _tables(self, batch: Sequence[Request]) -> np.ndarray:
         """Page tables `[B, M]`, padded with -1."""
-        return [request.page_table(self.rounds.capacities.request_pages) for request in batch]
+        entries = self.rounds.capacities.request_pages
+        rows = [request.page_table(entries) for request in batch]
+        return np.concatenate(rows).reshape(-1, entries)
 
 
 def _non_finite(request: Request) -> Choice:

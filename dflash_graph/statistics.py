@@ -33,9 +33,7 @@ class Statistics:
         rounds: rounds.
         drafted: drafts that were verified.
         committed: tokens that rounds published.
-        verified_by_position: how often draft 1, 2, ... was verified.
-        accepted_by_position: how often draft 1, 2, ... was accepted; the share of the two is the
-            survival of a position.
+        drafts: how often a round verified so many drafts and accepted so many of them.
         ended: finished requests by reason.
         prefix_tokens: prompt tokens that came from a stored prefix instead of prefill.
     """
@@ -43,8 +41,7 @@ class Statistics:
     rounds: int = 0
     drafted: int = 0
     committed: int = 0
-    verified_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
+    drafts: dict[tuple[int, int], int] = field(default_factory=dict)
     ended: dict[FinishReason, int] = field(default_factory=dict)
     prefix_tokens: int = 0
 
@@ -59,7 +56,26 @@ class Statistics:
     @property
     def accepted(self) -> int:
         """Drafts that were accepted."""
-        return sum(self.accepted_by_position)
+        return sum(accepted * count for (_, accepted), count in self.drafts.items())
+
+    @property
+    def verified_by_position(self) -> list[int]:
+        """How often draft 1, 2, ... was verified."""
+        return self._by_position(0)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """How often draft 1, 2, ... was accepted; its share of those that were verified is the
+        survival of a position.
+        """
+        return self._by_position(1)
+
+    def _by_position(self, which: int) -> list[int]:
+        longest = max((verified for verified, _ in self.drafts), default=0)
+        return [
+            sum(count for numbers, count in self.drafts.items() if numbers[which] > position)
+            for position in range(longest)
+        ]
 
     @property
     def tokens_per_round(self) -> float:
@@ -71,10 +87,5 @@ class Statistics:
         self.rounds += 1
         self.drafted += record.proposed
         self.committed += record.committed
-        longer = record.proposed - len(self.verified_by_position)
-        self.verified_by_position += [0] * longer
-        self.accepted_by_position += [0] * longer
-        for position in range(record.proposed):
-            self.verified_by_position[position] += 1
-        for position in range(record.accepted):
-            self.accepted_by_position[position] += 1
+        numbers = record.proposed, record.accepted
+        self.drafts[numbers] = self.drafts.get(numbers, 0) + 1
