@@ -103,8 +103,9 @@ class Candidate:
         tiles = " ".join(f"{name}={value}" for name, value in self.tiles)
         stages = "/".join(str(count) for _, count in self.num_stages)
         own = "".join(
-            f" rows {rows}: {' '.join(f'{n}={v}' for n, v in tiles)} warps={warps}"
+            f" rows {rows}: {' '.join(f'{name}={value}' for name, value in differs)}"
             for rows, tiles, warps in self.own
+            if (differs := (*tiles, *([("warps", warps)] if warps else ())))
         )
         return f"{tiles} warps={self.num_warps} stages={stages}{' pdl' if self.pdl else ''}{own}"
 

@@ -169,7 +169,7 @@ def test_the_incumbent_is_the_devices_choice() -> None:
     default = default_choice("swiglu_linear", found.sizes, "bfloat16")
     assert dict(held.tiles) == {**default.tiles, **entry.tiles}
     assert held.num_warps == entry.num_warps
-    assert held.variations == {64: entry.variations[64]}
+    assert held.variations == entry.variations != {}
     for call in found.calls:
         expected = device_choice(call.op, call.sizes, call.dtype, call.rows, shipped)
         assert held.choice(call.rows) == expected
@@ -177,9 +177,18 @@ def test_the_incumbent_is_the_devices_choice() -> None:
     assert refined and all(c.variations == held.variations for c in refined)
     (kept,) = found.entries(held, templates={"swiglu_linear": None}, versions={}, evidence={})
     assert kept.variations == entry.variations
-    assert "rows 64: HALVES=1 warps=4" in str(held)
     assert dict(held.num_stages) == {rows: entry.num_stages[rows] for rows in (16, 32, 64)}
     assert held.pdl is True and found.incumbent(None).pdl is False
+
+
+def test_a_candidate_says_what_row_tiles_have_of_their_own() -> None:
+    own = {
+        16: Variation({}, None),
+        32: Variation({"TRIGGER": 2}, None),
+        64: Variation({}, 8),
+    }
+    found = Candidate.make({"BLOCK_O": 64}, 4, {16: 3, 64: 2}, True, own)
+    assert str(found) == "BLOCK_O=64 warps=4 stages=3/2 pdl rows 32: TRIGGER=2 rows 64: warps=8"
 
 
 # ---------------------------------------------------------------- search
