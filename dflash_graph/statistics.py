@@ -56,7 +56,7 @@ class Statistics:
     @property
     def accepted(self) -> int:
         """Drafts that were accepted."""
-        return sum(accepted * count for (_, accepted), count in self.drafts.items())
+        return sum(accepted * count for (_, accepted), count in self._drafts())
 
     @property
     def verified_by_position(self) -> list[int]:
@@ -71,11 +71,16 @@ class Statistics:
         return self._by_position(1)
 
     def _by_position(self, which: int) -> list[int]:
-        longest = max((verified for verified, _ in self.drafts), default=0)
+        drafts = self._drafts()
+        longest = max((verified for (verified, _), _ in drafts), default=0)
         return [
-            sum(count for numbers, count in self.drafts.items() if numbers[which] > position)
+            sum(count for numbers, count in drafts if numbers[which] > position)
             for position in range(longest)
         ]
+
+    def _drafts(self) -> list[tuple[tuple[int, int], int]]:
+        """Taken at once: other threads may read while rounds are counted."""
+        return list(self.drafts.items())
 
     @property
     def tokens_per_round(self) -> float:

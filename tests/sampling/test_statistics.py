@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,3 +130,33 @@ def test_failed_rows(new_engine: Load) -> None:
     assert request.finish_reason == "error" and engine.statistics.ended == {"error": 1}
     assert engine.statistics.committed == before
     check(engine.statistics, request.rounds)
+
+
+def test_another_thread_reads_while_rounds_are_counted() -> None:
+    """Reading is not disturbed by numbers that were not there before."""
+    counts = Statistics.of([dg.RoundRecord(2, 0, 1, 1)])
+    done = threading.Event()
+    problems: list[Exception] = []
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                assert counts.accepted >= 0 and len(counts.verified_by_position) == 2
+            except Exception as error:
+                problems.append(error)
+                return
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(5_000):
+            counts.add(dg.RoundRecord(2, number, number + 1, 1))
+            if problems:
+                break
+    finally:
+        done.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert not problems, problems
