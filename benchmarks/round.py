@@ -364,9 +364,10 @@ def main() -> int:
         document["host_gap_us"] = {b: host_gap(rounds, b, given.context) for b in given.batch}
         print("host time between rounds, us:", document["host_gap_us"], flush=True)
     others: dict[str, Choices] = {}
-    if rounds.choices is not None:
-        others |= {"default choices": default_choices(rounds.choices)} if given.defaults else {}
-        others |= without_each(rounds.choices) if given.without_each else {}
+    if given.defaults and rounds.choices is not None:
+        others["default choices"] = default_choices(rounds.choices)
+    if given.without_each and rounds.choices is not None:
+        others |= without_each(rounds.choices)
     library = not given.no_library
     if others or library:
         document["compared_us"] = {}

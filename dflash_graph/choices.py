@@ -111,16 +111,16 @@ class Entry:
         """
         nearest = min(self.num_stages, key=lambda measured: abs(measured - rows))
         stages = self.num_stages[nearest]
-        if rows > nearest and "BLOCK_O" in self.tiles:
-            wide, measured = (self._tiles(n)["BLOCK_O"] + n for n in (rows, nearest))
-            stages = max(1, min(stages, stages * measured // wide))
-        choice = Choice(self.tiles, self.num_warps, stages, pdl if self.pdl is None else self.pdl)
-        own = self.variations.get(rows)
-        return own.applied(choice) if own else choice
-
-    def _tiles(self, rows: int) -> dict[str, int]:
-        own = self.variations.get(rows)
-        return {**self.tiles, **(own.tiles if own else {})}
+        common = Choice(self.tiles, self.num_warps, stages, pdl if self.pdl is None else self.pdl)
+        found, measured = (
+            self.variations[n].applied(common) if n in self.variations else common
+            for n in (rows, nearest)
+        )
+        if rows > nearest and "BLOCK_O" in common.tiles:
+            held = stages * (measured.tiles["BLOCK_O"] + nearest)
+            fitting = held // (found.tiles["BLOCK_O"] + rows)
+            found = replace(found, num_stages=max(1, min(stages, fitting)))
+        return found
 
     def fits(self, op: str, sizes: Sizes, dtype: str) -> bool:
         return (op, dtype) == (self.op, self.dtype) and all(

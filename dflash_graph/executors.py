@@ -189,21 +189,16 @@ class Executor:
 
     @torch.no_grad()
     def capture(self, stream: torch.cuda.Stream) -> None:
-        """Make each segment a CUDA Graph: the frame's copy, its launches, the results' copy. One
-        that returns results is cut in two shortly before its end.
+        """Make each segment a CUDA Graph, or one for each of its parts: the frame's copy, its
+        launches, the results' copy.
 
         Raises:
             PlanError: a launch allocated memory.
         """
-        captured = []
-        for index, segment in enumerate(self.segments):
-            count = len(segment.launches)
-            cut = tail(segment.schedule) if self._returns[index] else 0
-            parts = [range(cut), range(cut, count)] if cut else [range(count)]
-            launches = [partial(self._launch_part, index, part) for part in parts]
-            name = str(segment.schedule.graph.key)
-            captured.append(tuple(capture(launch, stream, name) for launch in launches))
-        self._captured = tuple(captured)
+        self._captured = tuple(
+            tuple(capture(part, stream, str(graph.key)) for part in self._parts(index))
+            for index, graph in enumerate(self.compiled.graphs)
+        )
         if len(self._captured[0]) > 1:
             self._moments = torch.cuda.Event(), torch.cuda.Event()
 
@@ -218,16 +213,9 @@ class Executor:
         if self._returns[index]:
             self.outputs.download()
 
-    def _launch_part(self, index: int, steps: range) -> None:
-        """What `_launch` does, of some steps: the frame's copy comes before the first, the results'
-        after the last.
-        """
-        segment = self.segments[index]
-        if steps.start == 0:
-            self.frames[index].upload()
-        segment.run_part(steps)
-        if steps.stop == len(segment.launches) and self._returns[index]:
-            self.outputs.download()
+    def _parts(self, index: int) -> tuple[Callable[[], None], ...]:
+        """What the graphs of a segment launch, one after another."""
+        return (partial(self._launch, index),)
 
     def poison(self) -> None:
         """Fill the arena with bytes that read as NaN, and as impossible integers."""
@@ -249,7 +237,10 @@ def tail(schedule: Schedule) -> int:
 
 
 class RoundExecutor(Executor):
-    """One exact-B round: `forward` proposes, verifies and accepts, `finish` commits."""
+    """One exact-B round: `forward` proposes, verifies and accepts, `finish` commits.
+
+    Captured, a forward that reads much is cut in two shortly before its end.
+    """
 
     @property
     def batch(self) -> int:
@@ -276,6 +267,24 @@ class RoundExecutor(Executor):
         self.inputs.fill(**frame)
         self.run(0, probe, meanwhile)
         return self.outputs
+
+    def _parts(self, index: int) -> tuple[Callable[[], None], ...]:
+        segment = self.segments[index]
+        cut = tail(segment.schedule) if self._returns[index] else 0
+        if not cut:
+            return super()._parts(index)
+        first = Segment(segment.schedule, segment.launches[:cut])
+        last = Segment(segment.schedule, segment.launches[cut:])
+
+        def begin() -> None:
+            self.frames[index].upload()
+            first.run()
+
+        def end() -> None:
+            last.run()
+            self.outputs.download()
+
+        return begin, end
 
     @property
     def law(self) -> str:
@@ -318,13 +327,9 @@ class StillExecutor(RoundExecutor):
         self.inputs = Frame(of.compiled.inputs)
         self.outputs = Frame(of.compiled.outputs)
         self.frames = (self.inputs, *(Frame(of.compiled.inputs) for _ in of.compiled.graphs[1:]))
+        self._returns = (False,) * len(self.frames)  # nothing to wait for
 
-    def run(
-        self,
-        index: int = 0,
-        probe: Probe | None = None,
-        meanwhile: Callable[[], object] | None = None,
-    ) -> None:
+    def run_queued(self, index: int = 0) -> None:
         """Do nothing."""
 
 

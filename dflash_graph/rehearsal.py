@@ -25,25 +25,30 @@ class Rehearsals:
     """
 
     def __init__(self, rounds: Rounds) -> None:
-        self._rounds = rounds.still()
+        self._rounds = rounds
         self._made: dict[tuple[int, bool], Callable[[], None]] = {}
 
-    def __call__(self, batch: int, is_greedy: bool) -> Callable[[], None]:
-        """What to call while a round of `batch` requests is on its way."""
+    def __call__(self, batch: int, is_greedy: bool) -> None:
+        """Play what follows a round of `batch` requests."""
+        self.of(batch, is_greedy)()
+
+    def of(self, batch: int, is_greedy: bool) -> Callable[[], None]:
+        """The rehearsal of `batch` requests."""
         key = batch, is_greedy
         if key not in self._made:
             self._made[key] = self._make(batch, is_greedy)
         return self._made[key]
 
     def _make(self, batch: int, is_greedy: bool) -> Callable[[], None]:
-        scheduler = Scheduler(self._rounds)
-        executor = (self._rounds if is_greedy else self._rounds.sampling)[batch]
-        licensed = self._rounds.columns // 2
-        fields = {"accepted": licensed, "licensed": licensed + 1, "finite": 1}
+        rounds = self._rounds.still(batch)
+        scheduler = Scheduler(rounds)
+        executor = (rounds if is_greedy else rounds.sampling)[batch]
+        accepted = rounds.columns // 2
+        fields = {"accepted": accepted, "licensed": accepted + 1, "finite": 1}
         executor.outputs.fill(**{f"{executor.law}.{name}": fields[name] for name in fields})
         params = SamplingParams(temperature=0.0 if is_greedy else 1.0, seed=0)
         requests = [
-            Request(index, (0,), params, frozenset(), self._rounds.capacities.context)
+            Request(index, (0,), params, frozenset(), rounds.capacities.context)
             for index in range(batch)
         ]
         for request in requests:

@@ -272,11 +272,13 @@ class Rounds(Mapping[int, RoundExecutor]):
     def __len__(self) -> int:
         return len(self._greedy)
 
-    def still(self) -> Rounds:
-        """These rounds with executors that run nothing and have frames of their own on the host."""
+    def still(self, batch: int) -> Rounds:
+        """These rounds of one batch size, with executors that run nothing and have frames of their
+        own on the host.
+        """
         found = copy(self)
-        found._greedy = {batch: StillExecutor(made) for batch, made in self._greedy.items()}
-        found.sampling = {batch: StillExecutor(made) for batch, made in self.sampling.items()}
+        found._greedy = {batch: StillExecutor(self[batch])}
+        found.sampling = {batch: StillExecutor(self.sampling[batch])}
         return found
 
     def executors(self) -> dict[str, Executor]:

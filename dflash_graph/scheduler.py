@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +39,14 @@ class Scheduler:
 
     Args:
         rounds: compiled executors.
-        meanwhile: by batch size and whether all of it is greedy, what the host does shortly before
-            a device has finished a round.
+        meanwhile: what the host does shortly before a device has finished a round; called with the
+            batch size and whether all of it is greedy.
     """
 
     def __init__(
         self,
         rounds: Rounds,
-        meanwhile: Callable[[int, bool], Callable[[], object]] | None = None,
+        meanwhile: Callable[[int, bool], object] | None = None,
     ) -> None:
         self.rounds = rounds
         self._meanwhile = meanwhile
@@ -180,7 +181,7 @@ class Scheduler:
         is_greedy = all(request.is_plain_greedy for request in batch)
         executor = self.rounds[len(batch)] if is_greedy else self.rounds.sampling[len(batch)]
         live_drafts = [self._live_drafts(request) for request in batch]
-        meanwhile = self._meanwhile and self._meanwhile(len(batch), is_greedy)
+        meanwhile = self._meanwhile and partial(self._meanwhile, len(batch), is_greedy)
         fields = self._round_fields(executor, batch, live_drafts)
         outputs = executor.forward(fields, meanwhile=meanwhile)
         for request in batch:

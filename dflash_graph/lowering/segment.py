@@ -63,12 +63,6 @@ class Segment:
         for launch in self.launches:
             self._run(launch, probe)
 
-    @torch.no_grad()
-    def run_part(self, steps: range) -> None:
-        """Run steps that follow each other."""
-        for launch in self.launches[steps.start : steps.stop]:
-            self._run(launch, None)
-
     def run_in_ranges(
         self,
         push: Callable[[str], object],

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import dflash_graph as dg
-from dflash_graph.executors import Executor, compile_segments, tail
+from dflash_graph import executors
+from dflash_graph.executors import Executor, RoundExecutor, compile_segments, tail
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_round
@@ -54,6 +55,7 @@ def test_rounds_with_rehearsals(
     lab: Any,
     load: Load,
     random_ids: Any,
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     speculative: bool,
     params: dg.SamplingParams,
@@ -77,9 +79,7 @@ def test_rounds_with_rehearsals(
             assert same(before, everything(engine.rounds, engine.scheduler))
             played += 3
 
-    for executors in (engine.rounds, engine.rounds.sampling):
-        for executor in executors.values():
-            executor.run = run.__get__(executor)  # type: ignore[method-assign]
+    monkeypatch.setattr(RoundExecutor, "run", run)
     found = engine.generate(prompts, params)
     assert [r.token_ids for r in found] == [r.token_ids for r in plain]
     assert [r.rounds for r in found] == [r.rounds for r in plain]
@@ -90,8 +90,8 @@ def test_rounds_with_rehearsals(
 def test_a_rehearsal_goes_through_a_round_and_keeps_nothing(load: Load, is_greedy: bool) -> None:
     engine = load("dflash2_g16", max_batch=3, draft_tokens=6)
     rehearsals = Rehearsals(engine.rounds)
-    play = rehearsals(3, is_greedy)
-    assert rehearsals(3, is_greedy) is play
+    play = rehearsals.of(3, is_greedy)
+    assert rehearsals.of(3, is_greedy) is play
     play()
     gc.collect()
     before = len(gc.get_objects())
@@ -131,3 +131,31 @@ def test_the_tail_of_a_round(load: Load) -> None:
     assert first.op == "head_argmax"
     assert tail(finish) == 0
     assert all(tail(s) == 0 for s in load("dflash2_g16").rounds[1].compiled.schedules)
+
+
+def test_the_parts_of_a_round_are_the_round(
+    load: Load, random_ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its two graphs launch, one after the other, gives what one run gives."""
+    engine = load("dflash2_g16")
+    request = engine.submit(random_ids(9, 64), GREEDY)
+    for _ in range(3):
+        engine.step()
+    executor = engine.rounds[1]
+    assert len(executor._parts(0)) == len(executor._parts(1)) == 1
+
+    def results() -> dict[str, Any]:
+        return {name: executor.outputs.read(name) for name in executor.outputs.layout.fields}
+
+    executor.run()
+    expected = results()
+    monkeypatch.setattr(executors, "_TAIL_BYTES", 1)
+    executor.outputs.clear()
+    executor.poison()
+    begin, end = executor._parts(0)
+    begin()
+    assert results() != expected
+    end()
+    assert results() == expected
+    assert len(executor._parts(1)) == 1, "a commit returns nothing to wait for"
+    engine.cancel(request)
