@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -78,9 +78,11 @@ class Statistics:
             for position in range(longest)
         ]
 
-    def _drafts(self) -> list[tuple[tuple[int, int], int]]:
-        """Taken at once: other threads may read while rounds are counted."""
-        return list(self.drafts.items())
+    def _drafts(self) -> Collection[tuple[tuple[int, int], int]]:
+        """Of a copy, which is made at once: other threads may read while rounds are counted, and
+        making the pairs of a list may let them in.
+        """
+        return self.drafts.copy().items()
 
     @property
     def tokens_per_round(self) -> float:
