@@ -84,6 +84,8 @@ class Inputs:
             return values.sigmoid_()
         if name == "g":
             return values.abs_().mul_(-0.1)
+        if name == "squares":  # of the 64 channels of a segment
+            return values.abs_().add_(0.5).mul_(64.0)
         return values
 
     def _integers(self, name: str, shape: Sequence[int], columns: int) -> Tensor:

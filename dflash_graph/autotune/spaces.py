@@ -232,7 +232,8 @@ def _product(
         steps = -(-inputs(n) // 64)
         parts = (1, 2, 3, 4, 6, 8) if splits else ()
         if dtype == "float32":
-            return {"BLOCK_O": (16, 32, 64), "BLOCK_I": (16, 32, 64)}
+            few = {"BLOCK_O": (16, 32, 64), "BLOCK_I": (16, 32, 64)}
+            return {name: (more or {}).get(name, values) for name, values in few.items()}
         widest = power_of_two(inputs(n))
         return {
             "BLOCK_O": (32, 64, 128),
@@ -257,6 +258,10 @@ def _product(
 
 def _features(n: Sizes) -> int:
     return int(n.channels + n.value_width + 2 * n.heads)
+
+
+def _scaled_inputs(n: Sizes) -> int:
+    return int(64 * n.segments)
 
 
 def _context(op: str, *, rings: bool) -> Space:
@@ -285,6 +290,30 @@ _PRODUCTS = (
         ("channels", "value_width", "heads", "H"),
         _features,
         lambda n: n.H,
+        splits=False,
+    ),
+    _product(
+        "linear_residual_scale",
+        ("segments", "I"),
+        lambda n: 64 * n.segments,
+        lambda n: n.I,
+        splits=False,
+        more={"BLOCK_O": (64,)},
+    ),
+    _product("scaled_linear", ("O", "segments"), lambda n: n.O, _scaled_inputs, splits=False),
+    _product(
+        "scaled_swiglu_linear",
+        ("ffn_width", "segments"),
+        lambda n: 2 * n.ffn_width,
+        _scaled_inputs,
+        splits=False,
+        more={"HALVES": (0, 1)},
+    ),
+    _product(
+        "scaled_gdn_project",
+        ("channels", "value_width", "heads", "segments"),
+        _features,
+        _scaled_inputs,
         splits=False,
     ),
     _product("conv_prepare", ("groups", "H"), lambda n: 4 * n.groups, lambda n: n.H, splits=True),

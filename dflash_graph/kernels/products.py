@@ -16,6 +16,7 @@ from dflash_graph.kernels.registry import (
     Kernel,
     power_of_two,
     register,
+    registered,
     row_bucket,
 )
 from dflash_graph.op import Sizes
@@ -99,7 +100,7 @@ _register_branch_end("linear_conv_residual_norm", "conv", lambda n: n.groups)
 register(
     Kernel(
         op="linear",
-        holes=lambda n: {**_holes(n.O, n.I, n), "unrounded": False},
+        holes=lambda n: {**_holes(n.O, n.I, n), "unrounded": False, "scaled": False},
         choose=lambda n, dtype: product_choice(
             n.O, n.I, n.B * n.W, dtype, splits=n.O <= 64 * 32 and n.I >= 1024
         ),
@@ -120,7 +121,7 @@ def _swiglu_choice(n: Sizes, dtype: str) -> Choice:
 register(
     Kernel(
         op="swiglu_linear",
-        holes=lambda n: _holes(2 * n.ffn_width, n.I, n),
+        holes=lambda n: {**_holes(2 * n.ffn_width, n.I, n), "scaled": False},
         choose=_swiglu_choice,
     )
 )
@@ -131,11 +132,60 @@ register(
             **_holes(n.channels + n.value_width + 2 * n.heads, n.H, n),
             "N1": n.channels,
             "N2": n.value_width,
+            "scaled": False,
         },
         choose=lambda n, dtype: product_choice(
             n.channels + n.value_width + 2 * n.heads, n.H, n.B * n.W, dtype, splits=False
         ),
     )
+)
+
+
+def _scale_choice(n: Sizes, dtype: str) -> Choice:
+    """Tiles of one segment, whatever the rows."""
+    found = product_choice(64 * n.segments, n.I, n.B * n.W, dtype, splits=False)
+    return replace(found, tiles={**found.tiles, "BLOCK_O": 64})
+
+
+register(
+    Kernel(
+        op="linear_residual_scale",
+        holes=lambda n: {**_holes(64 * n.segments, n.I, n), "offset": n.offset},
+        choose=_scale_choice,
+    )
+)
+
+
+def _scaled_sizes(n: Sizes) -> Sizes:
+    """Sizes of the op whose rows have no factors."""
+    return Sizes({**n, "I": 64 * n.segments, "H": 64 * n.segments})
+
+
+def _register_scaled(op: str, of: str, outputs: Callable[[Sizes], int]) -> None:
+    kernel = registered(of)
+
+    def choose(n: Sizes, dtype: str) -> Choice:
+        found = product_choice(outputs(n), 64 * n.segments, n.B * n.W, dtype, splits=False)
+        tiles = {**kernel.choose(_scaled_sizes(n), dtype).tiles, **found.tiles}
+        return replace(found, tiles=tiles)
+
+    register(
+        Kernel(
+            op=op,
+            template=of,
+            holes=lambda n: {**kernel.holes(_scaled_sizes(n)), "scaled": True},
+            choose=choose,
+            scalars=("eps",),
+        )
+    )
+
+
+_register_scaled("scaled_linear", "linear", lambda n: n.O)
+_register_scaled("scaled_swiglu_linear", "swiglu_linear", lambda n: 2 * n.ffn_width)
+_register_scaled(
+    "scaled_gdn_project",
+    "gdn_project",
+    lambda n: n.channels + n.value_width + 2 * n.heads,
 )
 
 

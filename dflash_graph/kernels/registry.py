@@ -115,6 +115,11 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def registered(op: str) -> Kernel:
+    """What an op is bound to."""
+    return _KERNELS[op]
+
+
 def row_bucket(rows: int) -> int:
     """The row tile for a number of rows: the smallest that holds them, else the largest."""
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])

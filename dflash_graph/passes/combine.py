@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dflash_graph.graph import Graph, Node, Value
 from dflash_graph.op import Attribute
+from dflash_graph.passes.row_scale import row_scale
 from dflash_graph.tensor import TensorSpec, WeightUse
 
 Inputs = Mapping[str, str | tuple[str, ...]]
@@ -37,7 +38,7 @@ def combine(graph: Graph) -> Graph:
                 break
     _rings(rewrite)
     _commit(rewrite)
-    return rewrite.result()
+    return row_scale(rewrite.result())
 
 
 class _Rewrite:

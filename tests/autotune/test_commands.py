@@ -104,7 +104,7 @@ def test_status_of_a_geometry_names_each_source() -> None:
     assert sources["swiglu_linear"] == "nvidia-h200.json"
     assert sources["rms_norm"] == "default"
     text = cli(*arguments).stdout
-    assert "swiglu_linear bfloat16 ffn_width=17408 I=5120\n  69 launches a round" in text
+    assert "\nswiglu_linear bfloat16 ffn_width=17408 I=5120\n  5 launches a round" in text
     assert "  from nvidia-h200.json\n" in text and "  from default\n" in text
 
 

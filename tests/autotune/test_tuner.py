@@ -102,10 +102,11 @@ def test_ops_whose_bits_must_agree_share_a_task(tasks: Sequence[Task]) -> None:
 
 def test_a_task_counts_the_launches_of_a_round() -> None:
     pair = pair_of("qwen3.5-27b-dflash2", "bfloat16")
-    (found,) = find_tasks(pair, draft_tokens=7, max_batch=1, ops=["swiglu_linear"])
-    (call,) = found.calls
-    assert (call.launches, found.buckets) == (64 + 5, (16,))  # target and draft layers
-    assert found.weight >= 69 * 2 * 34816 * 5120
+    for op, launches in (("scaled_swiglu_linear", 64), ("swiglu_linear", 5)):  # target, draft
+        (found,) = find_tasks(pair, draft_tokens=7, max_batch=1, ops=[op])
+        (call,) = found.calls
+        assert (call.launches, found.buckets) == (launches, (16,))
+        assert found.weight >= launches * 2 * 34816 * 5120
 
 
 def test_only_ops_with_a_space_are_tuned() -> None:

@@ -481,6 +481,9 @@ def test_rounds(name: str, sampling: bool) -> None:
     found = [combine(graph) for graph in graphs]
     check_segments(found)
     counts = Counter(op for graph in found for op in ops(graph))
+    for scaled in ("gdn_project", "swiglu_linear", "linear"):
+        counts[scaled] += counts[f"scaled_{scaled}"]
+    counts["linear_residual_norm"] += counts["linear_residual_scale"]
     for joint, replaced in REPLACED.items():
         if draft or joint not in ("linear_norm", "context_rings"):
             assert counts[joint], joint

@@ -37,6 +37,11 @@ def small(split=1, block_o=16):
     return replace(default, tiles=tiles)
 
 
+def narrow(op):
+    """Features of a tile: few, or a whole segment."""
+    return 64 if op == "linear_residual_scale" else 16
+
+
 def normal(rng, *shape, scale=1.0):
     return torch.randn(*shape, generator=rng) * scale
 
@@ -96,6 +101,40 @@ def project_case(rng, batch, width, channels=19, value_width=9, heads=3):
     return case, {"channels": channels, "value_width": value_width, "heads": heads}
 
 
+def factors(rng, batch, width, segments=2):
+    """Sums of squares of rows with very different norms."""
+    sizes = 64.0 * 10.0 ** normal(rng, batch, width, 1, scale=0.5)
+    return (0.5 + torch.rand(batch, width, segments, generator=rng)) * sizes
+
+
+@product("linear_residual_scale", splits=False)
+def scale_case(rng, batch, width, segments=3):
+    case, _ = residual_case(rng, batch, width, 64 * segments)
+    return case, {"segments": segments, "offset": True}
+
+
+@product("scaled_linear", splits=False)
+def scaled_case(rng, batch, width, outputs=WIDTH, segments=2):
+    case, _ = linear_case(rng, batch, width, outputs, 64 * segments)
+    squares = factors(rng, batch, width, segments)
+    made = {"z": case["x"], "squares": squares, "weight": case["weight"]}
+    return made, {"segments": segments, "eps": 1e-6}
+
+
+@product("scaled_swiglu_linear", splits=False)
+def scaled_swiglu_case(rng, batch, width, ffn_width=21):
+    case, attributes = scaled_case(rng, batch, width, 2 * ffn_width)
+    return case, {"ffn_width": ffn_width, **attributes}
+
+
+@product("scaled_gdn_project", splits=False)
+def scaled_project_case(rng, batch, width, channels=19, value_width=9, heads=3):
+    case, attributes = scaled_case(rng, batch, width, channels + value_width + 2 * heads)
+    case = {"x": case["z"], "squares": case["squares"], "weight": case["weight"]}
+    widths = {"channels": channels, "value_width": value_width, "heads": heads}
+    return case, {**widths, **attributes}
+
+
 @product("conv_prepare")
 def prepare_case(rng, batch, width, groups=GROUPS):
     case = {
@@ -149,7 +188,7 @@ def rings_case(rng, batch, width, layers=3, lives=None):
 
 SPLIT_OPS = [op for op, (splits, _) in PRODUCTS.items() if splits]
 #: Arguments with one entry a row: `[B, W, ...]`, or `[B]`.
-COLUMNS = ("x", "y", "delta", "c", "cos", "sin")
+COLUMNS = ("x", "y", "z", "squares", "delta", "c", "cos", "sin")
 REQUESTS = ("slots", "start", "live")
 
 
@@ -158,7 +197,7 @@ REQUESTS = ("slots", "start", "live")
 def test_product(rng, check, op, batch, width):
     """Rows about the tile's edge; widths that no tile divides."""
     case, attributes = PRODUCTS[op][1](rng, batch, width)
-    check(get_op(op), case, attributes, F32_REDUCTION, choice=small())
+    check(get_op(op), case, attributes, F32_REDUCTION, choice=small(block_o=narrow(op)))
 
 
 @pytest.mark.parametrize("op", PRODUCTS)
@@ -250,7 +289,7 @@ def test_a_ring_keeps_every_other_byte(rng, run):
 def test_bits_do_not_depend_on_company(rng, run, op, split):
     """A request alone, among others, in another row, in other row tiles."""
     splits, make = PRODUCTS[op]
-    choice = small(split if splits else 1)
+    choice = small(split if splits else 1, narrow(op))
     case, attributes = make(rng, 3, 6)
 
     def launch(rows, holes=None):
@@ -291,6 +330,32 @@ def test_the_residual_is_summed_in_place(rng, run, tmp_path, op):
     )
     assert same_bytes(out, apart["out"])
     assert same_bytes(n, apart["n"])
+
+
+def test_sums_of_squares_of_rows_of_any_size(rng, run, check):
+    """Nothing, what eps hides, the largest numbers; many small ones beside a large one."""
+    case, attributes = scale_case(rng, 1, 6)
+    case["y"][:] = 0.0
+    case["x"] *= torch.tensor([0.0, 1e-15, 1e-3, 1.0, 1e9, 1.0])[:, None]
+    case["x"][0, 5, ::64] = 3e3
+    found = check(get_op("linear_residual_scale"), case, attributes, F32_REDUCTION)
+    assert not found["squares"][0, 0].any() and found["squares"][0, 4].min() > 1e18
+    case["x"][0, 5, 0] = 1e30
+    ends = run(get_op("linear_residual_scale"), case, attributes)
+    assert ends["squares"][0, 5, 0] == float("inf")
+
+
+def test_a_branch_that_is_scaled_is_a_norm(rng, run):
+    """Both launches of it together are the product over the norm, up to rounding."""
+    case, attributes = scale_case(rng, 2, 3)
+    ends = run(get_op("linear_residual_scale"), case, attributes)
+    after = {"z": ends["z"], "squares": ends["squares"], "weight": weight(rng, WIDTH, 192)}
+    scaled = run(get_op("scaled_linear"), after, {"segments": 3, "eps": 1e-6})["y"]
+    normed = run(get_op("linear_residual_norm"), case, {"eps": 1e-6, "offset": True})
+    plain = {"x": normed["n"], "weight": after["weight"]}
+    plain = run(get_op("linear"), plain, {"tiled": True})["y"]
+    assert same_bytes(ends["out"], normed["out"])
+    torch.testing.assert_close(scaled, plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("op", ["swiglu_linear", "gdn_project"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_a_choice_replaces_the_default() -> None:
         "I": 45,
         "dtype": "float32",
         "unrounded": False,
+        "scaled": False,
         "BLOCK_R": 16,
         "pdl": False,
         **tiles,
@@ -155,6 +157,37 @@ def test_compiles_ahead_of_time(
     assert 8 <= found.registers <= 255
     assert found.shared > 0 or op != "linear"
     assert problems([found], 0) == []
+
+
+@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_squares_of_a_row_are_summed_in_one_order(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes and neighbours of a lane, in tiles that are like those of the weight or are not."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    found = set()
+    for rows, block_o, warps in ((1, 128, 4), (64, 64, 4), (64, 128, 8), (128, 128, 8)):
+        specs = {
+            "z": TensorSpec((1, rows, 256), "bfloat16"),
+            "squares": TensorSpec((1, rows, 4), "float32"),
+            "weight": TensorSpec((256, 256), "bfloat16"),
+        }
+        tiles = product_tiles(BLOCK_O=block_o, BLOCK_I=128, SPLIT=1)
+        choice = Choice(tiles, num_warps=warps, num_stages=1)
+        case = kernel_case("scaled_linear", specs, {"segments": 4, "eps": 1e-6}, choice=choice)
+        assert case is not None
+        compile_case(case, capability, cache_dir=tmp_path)
+    files = list(tmp_path.glob("triton/*/linear_kernel.ttgir"))
+    assert len(files) == 4
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        (layout,) = re.findall(r"}\) : \(tensor<\d+x1x128xf32, (#\w+)>\)", text)
+        (where,) = re.findall(
+            rf"^{layout} = #ttg.blocked<{{(sizePerThread = .*), warpsPerCTA", text, re.MULTILINE
+        )
+        found.add(where)
+    assert found == {"sizePerThread = [1, 1, 4], threadsPerWarp = [1, 1, 32]"}
 
 
 @pytest.mark.usefixtures("needs_triton")

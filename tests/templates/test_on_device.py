@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dflash_graph.kernels import ROW_BUCKETS, row_bucket
-from dflash_graph.ops import get_op
+from dflash_graph.kernels.products import product_choice
+from dflash_graph.ops import get_op, linear_residual_norm
 from dflash_graph.testing import (
     BF16_ELEMENTWISE,
     BF16_REDUCTION,
@@ -81,6 +83,72 @@ def test_linear_odd(
     for rows in (1, 7, 33):
         cut = {**case, "x": case["x"][:, :rows].contiguous()}
         assert same_bytes(run(op, cut, attributes)["y"], whole[:, :rows]), f"{rows} rows"
+
+
+def scaled_case(rng: torch.Generator, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """A product of a round whose rows lack a norm's factor, or what leaves such rows."""
+    if name.startswith("linear_residual_scale"):
+        width = int(name.split()[1])
+        case = {
+            "y": normal(rng, 1, 128, width),
+            "weight": normal(rng, 5120, width, scale=width**-0.5),
+            "x": normal(rng, 1, 128, 5120, scale=3.0),
+            "norm": normal(rng, 5120),
+        }
+        return case, {"segments": 80, "offset": True}
+    outputs, attributes = {
+        "scaled_linear": (14336, {}),
+        "scaled_swiglu_linear": (34816, {"ffn_width": 17408}),
+        "scaled_gdn_project": (16480, {"channels": 10240, "value_width": 6144, "heads": 48}),
+    }[name]
+    rows = normal(rng, 1, 128, 5120, scale=3.0)
+    squares = rows.float().square().unflatten(-1, (80, 64)).sum(-1)
+    weight = normal(rng, outputs, 5120, scale=5120**-0.5)
+    row = "x" if name == "scaled_gdn_project" else "z"
+    return {row: rows, "squares": squares, "weight": weight}, {
+        **attributes, "segments": 80, "eps": 1e-6,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linear_residual_scale 17408", "linear_residual_scale 6144"),
+        *("scaled_linear", "scaled_swiglu_linear", "scaled_gdn_project"),
+    ],
+)
+def test_scaled(rng: torch.Generator, run: Run, check: Run, name: str) -> None:
+    """The formula, and the same bits in any row tile, with other tiles of 64 and more features."""
+    op = get_op(name.split()[0])
+    case, attributes = scaled_case(rng, name)
+    ends = op.name == "linear_residual_scale"
+    columns = {"x", "y", "z", "squares"}
+    choice = product_choice(14336, 5120, 128, "bfloat16", splits=False)
+    halves = {"HALVES": 0} if name == "scaled_swiglu_linear" else {}
+    choice = replace(choice, tiles={**choice.tiles, "BLOCK_O": 64, **halves}, num_stages=2)
+    if ends:  # each result from the one before, which was rounded
+        whole = run(op, case, attributes, choice=choice)
+        sums = linear_residual_norm.reference(**wide(case), eps=1e-6, offset=True)[0]
+        assert_matches(whole["out"], sums, BF16_REDUCTION)
+        out, scale = whole["out"].double(), 1.0 + case["norm"].double()
+        assert_matches(whole["z"], out * scale, BF16_ELEMENTWISE)
+        assert_matches(
+            whole["squares"], out.square().unflatten(-1, (80, 64)).sum(-1), F32_REDUCTION
+        )
+    else:
+        whole = check(op, case, attributes, BF16_REDUCTION, choice=choice)
+    for rows in ROWS:
+        cut = {k: v[:, :rows].contiguous() if k in columns else v for k, v in case.items()}
+        for bucket in (b for b in ROW_BUCKETS if b >= row_bucket(rows)):
+            for block_o in (64,) if ends else (64, 128):
+                holes = {"BLOCK_R": bucket, "BLOCK_O": block_o}
+                for output, found in run(op, cut, attributes, choice=choice, holes=holes).items():
+                    same = same_bytes(found, whole[output][:, :rows])
+                    assert same, f"{output}: {rows} rows in tiles of {holes}"
+
+
+def wide(case: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() for name, value in case.items()}
 
 
 def row_case(rng: torch.Generator, name: str) -> tuple[dict[str, Tensor], dict[str, Any], tuple]:

@@ -31,6 +31,7 @@ LINEAR = {
     "TRIGGER": 1,
     "PREFETCH": 0,
     "pdl": False,
+    "scaled": False,
 }
 ODD = LINEAR | {"O": 19, "I": 45, "dtype": "float32", "unrounded": True}
 PARTS = LINEAR | {"SPLIT": 3, "PREFETCH": 256, "pdl": True}
