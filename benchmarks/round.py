@@ -86,6 +86,30 @@ def conv_residual_normed(
 
 
 @torch.compile
+def residual_scaled(y: Tensor, x: Tensor, norm: Tensor, offset: bool) -> Any:
+    out = x + y
+    wide = out.float()
+    scale = norm.float() + 1.0 if offset else norm.float()
+    squares = wide.square().unflatten(-1, (-1, 64)).sum(-1)
+    return out, (wide * scale).to(x.dtype), squares
+
+
+def factor(squares: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(squares.mean(-1, keepdim=True) / 64 + eps)
+
+
+@torch.compile
+def scaled(y: Tensor, squares: Tensor, eps: float) -> Tensor:
+    return (y.float() * factor(squares, eps)).to(y.dtype)
+
+
+@torch.compile
+def scaled_gate(both: Tensor, squares: Tensor, eps: float) -> Tensor:
+    a, b = (both.float() * factor(squares, eps)).chunk(2, -1)
+    return (torch.nn.functional.silu(a) * b).to(both.dtype)
+
+
+@torch.compile
 def prepared(x: Tensor, d: Tensor, base: Tensor) -> Any:
     d = d.view(*x.shape[:-1], 2, 2, -1)
     return conv(x, base[0], d[:, :, 0]).to(x.dtype), d[:, :, 1]
@@ -112,6 +136,18 @@ def by_library(launch: Launch, t: Callable[[str], Tensor]) -> Callable[[], None]
                     torch.mm(given["x"].flatten(0, 1), part.t(), out=out[name].flatten(0, 1))
             case "swiglu_linear":
                 out["y"].copy_(gate(product(given["x"], given["weight"])))
+            case "scaled_linear":
+                y = product(given["z"], given["weight"])
+                out["y"].copy_(scaled(y, given["squares"], a["eps"]))
+            case "scaled_gdn_project":
+                widths = (a["channels"], a["value_width"], 2 * a["heads"])
+                for name, part in zip(
+                    ("columns", "z", "ba"), given["weight"].split(widths), strict=True
+                ):
+                    out[name].copy_(scaled(product(given["x"], part), given["squares"], a["eps"]))
+            case "scaled_swiglu_linear":
+                both = product(given["z"], given["weight"])
+                out["y"].copy_(scaled_gate(both, given["squares"], a["eps"]))
             case "linear_norm":
                 y = product(given["x"], given["weight"])
                 out["n"].copy_(normed(y, given["norm"], a["eps"], a["offset"]))
@@ -120,6 +156,11 @@ def by_library(launch: Launch, t: Callable[[str], Tensor]) -> Callable[[], None]
                 x, n = residual_normed(y, given["x"], given["norm"], a["eps"], a["offset"])
                 out["out"].copy_(x)
                 out["n"].copy_(n)
+            case "linear_residual_scale":
+                y = product(given["y"], given["weight"])
+                made = residual_scaled(y, given["x"], given["norm"], a["offset"])
+                for name, value in zip(("out", "z", "squares"), made, strict=True):
+                    out[name].copy_(value)
             case "linear_conv_residual_norm":
                 y = product(given["y"], given["weight"])
                 x, n = conv_residual_normed(
@@ -147,9 +188,12 @@ def by_library(launch: Launch, t: Callable[[str], Tensor]) -> Callable[[], None]
                     best, ids = torch.topk(scores, a["top_k"])
                 out["ids"].copy_(ids)
                 out["scores"].copy_(best)
+            case _:
+                raise AssertionError(f"{node.op} has a product that no library makes here")
 
-    names = ("linear", "gdn_project", "swiglu_linear", "conv_prepare", "head_argmax", "head_topk")
-    return run if node.op in names or node.op.startswith("linear_") else None
+    product_ops = ("linear", "scaled_", "gdn_project", "swiglu_linear", "conv_prepare")
+    is_head = node.op in ("head_argmax", "head_topk")
+    return run if is_head or node.op.startswith(product_ops) else None
 
 
 def library_round(executor: RoundExecutor) -> list[Callable[[], None]]:
