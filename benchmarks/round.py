@@ -29,14 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash_graph.ahead_of_time import precompile
-from dflash_graph.bench import bench_document, bench_text, read_ceiling, round_frame
+from dflash_graph.bench import bench_document, bench_text, play_round, read_ceiling, round_with
 from dflash_graph.bench.timing import captured, interleaved
 from dflash_graph.choices import Choices
 from dflash_graph.errors import DFlashGraphError
-from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
+from dflash_graph.executors import RoundExecutor
 from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
-from dflash_graph.kernels import cases_of
 from dflash_graph.lowering.segment import Launch
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.options import EngineOptions
@@ -233,27 +231,6 @@ def without_each(choices: Choices) -> dict[str, Choices]:
     }
 
 
-def round_with(
-    choices: Choices, rounds: Rounds, model: Model, batch: int, context: int
-) -> RoundExecutor:
-    """The round with other choices, captured, in an arena of its own."""
-    held = rounds[batch]
-    compiled = compile_segments(held.compiled.graphs, rounds.capacities, choices)
-    precompile(cases_of(compiled.graphs, choices), choices.capability)
-    arena = new_arena([compiled.plan], "cuda")
-    made = RoundExecutor(compiled, arena, model.weights, rounds.state.tensors, "triton")
-    _play(made, rounds, batch, context)
-    made.capture(torch.cuda.Stream())
-    _play(made, rounds, batch, context)
-    return made
-
-
-def _play(executor: RoundExecutor, rounds: Rounds, batch: int, context: int) -> None:
-    fields = round_frame(rounds, batch, context)
-    executor.forward({k: v for k, v in fields.items() if k in executor.inputs})
-    executor.finish([rounds.columns] * batch)
-
-
 def compare(
     rounds: Rounds,
     batch: int,
@@ -267,7 +244,7 @@ def compare(
     """Median microseconds of the round by kernels, by libraries and with other choices, taking
     turns.
     """
-    _play(rounds[batch], rounds, batch, context)
+    play_round(rounds[batch], rounds, batch, context)
     kinds = {"kernels": [lambda i=i: rounds[batch].run_queued(i) for i in range(2)]}
     if library:
         kinds["cublas and inductor"] = library_round(rounds[batch])

@@ -6,8 +6,10 @@ from dflash_graph.bench.rounds import (
     RoundTimes,
     fill_state,
     measure_round,
+    play_round,
     require_launches,
     round_frame,
+    round_with,
 )
 
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     "fill_state",
     "floor_bytes",
     "measure_round",
+    "play_round",
     "read_ceiling",
     "require_launches",
     "round_frame",
+    "round_with",
 ]

@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
+from dflash_graph.ahead_of_time import precompile
 from dflash_graph.bench.timing import captured, interleaved, medians
+from dflash_graph.choices import Choices
 from dflash_graph.errors import OptionError
-from dflash_graph.executors import RoundExecutor
+from dflash_graph.executors import RoundExecutor, compile_segments, new_arena
+from dflash_graph.kernels import cases_of
 from dflash_graph.lowering.segment import Launch
 from dflash_graph.models.pair import PAGE_SIZE
-from dflash_graph.rounds import Rounds
+from dflash_graph.rounds import Model, Rounds
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,32 @@ def round_frame(
         "seed": [[b, 0] for b in range(batch)],
     }
     return fields
+
+
+def play_round(executor: RoundExecutor, rounds: Rounds, batch: int, context: int) -> None:
+    """One round of `round_frame` that commits the whole block."""
+    fields = round_frame(rounds, batch, context)
+    executor.forward({name: v for name, v in fields.items() if name in executor.inputs})
+    executor.finish([rounds.columns] * batch)
+
+
+def round_with(
+    choices: Choices, rounds: Rounds, model: Model, batch: int, context: int
+) -> RoundExecutor:
+    """The round of kernels of one exact batch with other choices, captured, in an arena of its own.
+
+    Args:
+        choices: for kernels; `rounds` has those in use.
+        rounds: of the lowering `triton`, on a CUDA device; the round shares its state.
+        model: what `rounds` were compiled for.
+    """
+    compiled = compile_segments(rounds[batch].compiled.graphs, rounds.capacities, choices)
+    precompile(cases_of(compiled.graphs, choices), choices.capability)
+    arena = new_arena([compiled.plan], "cuda")
+    made = RoundExecutor(compiled, arena, model.weights, rounds.state.tensors, "triton")
+    play_round(made, rounds, batch, context)
+    made.capture(torch.cuda.Stream())
+    return made
 
 
 def measure_round(
