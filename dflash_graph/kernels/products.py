@@ -28,7 +28,9 @@ _PROGRAMS = 256
 _LAUNCH = {"TRIGGER": 1, "PREFETCH": 0}
 
 
-def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: bool) -> Choice:
+def product_choice(
+    outputs: int, inputs: int, rows: int, dtype: str, *, splits: bool, block_o: int = 0
+) -> Choice:
     """Enough programs to fill a device, and tens of kilobytes in flight for each.
 
     64 features are the M of a warp group's instruction on Hopper. A product with few features is
@@ -40,12 +42,14 @@ def product_choice(outputs: int, inputs: int, rows: int, dtype: str, *, splits: 
         rows: of the round.
         dtype: the model dtype.
         splits: sums of parts can be added by a later launch.
+        block_o: features of a tile, where only some will do.
     """
     if dtype == "float32":
-        tiles = {"BLOCK_O": 32, "BLOCK_I": 32, "SPLIT": 1, **_LAUNCH}
+        tiles = {"BLOCK_O": block_o or 32, "BLOCK_I": 32, "SPLIT": 1, **_LAUNCH}
         return Choice(tiles, num_warps=4, num_stages=3)
-    block_o = 64
-    if not splits:
+    if not block_o and splits:
+        block_o = 64
+    elif not block_o:
         block_o = 64 if outputs >= 64 * 128 else 32 if outputs >= 32 * 128 else 16
     block_i = min(power_of_two(inputs), 128)
     steps = -(-inputs // block_i)
@@ -143,8 +147,13 @@ register(
 
 def _scale_choice(n: Sizes, dtype: str) -> Choice:
     """Tiles of one segment, whatever the rows."""
-    found = product_choice(64 * n.segments, n.I, n.B * n.W, dtype, splits=False)
-    return replace(found, tiles={**found.tiles, "BLOCK_O": 64})
+    found = product_choice(64 * n.segments, n.I, n.B * n.W, dtype, splits=False, block_o=64)
+    return replace(found, num_warps=_scaling_warps(dtype))
+
+
+def _scaling_warps(dtype: str) -> int:
+    """More in float32: beside sums and operands, rows' squares stand in registers."""
+    return 8 if dtype == "float32" else 4
 
 
 register(
@@ -167,7 +176,7 @@ def _register_scaled(op: str, of: str, outputs: Callable[[Sizes], int]) -> None:
     def choose(n: Sizes, dtype: str) -> Choice:
         found = product_choice(outputs(n), 64 * n.segments, n.B * n.W, dtype, splits=False)
         tiles = {**kernel.choose(_scaled_sizes(n), dtype).tiles, **found.tiles}
-        return replace(found, tiles=tiles)
+        return replace(found, tiles=tiles, num_warps=_scaling_warps(dtype))
 
     register(
         Kernel(
