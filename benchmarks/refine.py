@@ -24,17 +24,17 @@ from pathlib import Path
 
 import torch
 
+from dflash_graph.autotune.budget import seconds
 from dflash_graph.bench import fill_state, play_round, round_with
 from dflash_graph.bench.timing import interleaved
 from dflash_graph.choices import Choices, Entry, Variation, choices_document, may_vary
 from dflash_graph.errors import DFlashGraphError
 from dflash_graph.executors import RoundExecutor
-from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.kernels import row_bucket
-from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.pair import preset_pair
 from dflash_graph.options import EngineOptions
 from dflash_graph.profile_store import document_text, write_whole
-from dflash_graph.profiles import load_preset, preset_names
+from dflash_graph.profiles import preset_names
 from dflash_graph.rounds import Model, Rounds, compile_rounds
 
 #: Values of tiles that leave sums alone where `may_vary` says so.
@@ -169,12 +169,6 @@ class Held:
         )
 
 
-def seconds(text: str) -> float:
-    """A time such as 200s or 10m."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    return float(text[:-1]) * units[text[-1]] if text[-1] in units else float(text)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", help="the profile to write")
@@ -197,12 +191,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("refine: needs a CUDA device, torch sees none", file=sys.stderr)
         return 1
-    preset = load_preset(given.preset)
-    pair = ModelPair(
-        target_geometry_from_config(preset["target"], "target"),
-        draft_geometry_from_config(preset["draft"], "draft"),
-        dtype="bfloat16",
-    )
     options = EngineOptions(
         draft_tokens=given.draft_tokens,
         max_batch=given.batch,
@@ -212,7 +200,7 @@ def main() -> int:
         profile=given.profile,
     )
     try:
-        model = Model.random(pair, options)
+        model = Model.random(preset_pair(given.preset), options)
         rounds = compile_rounds(model, options)
     except DFlashGraphError as error:
         print(f"refine: {error}", file=sys.stderr)

@@ -34,9 +34,8 @@ from dflash_graph.bench.timing import captured, interleaved
 from dflash_graph.choices import Choices
 from dflash_graph.errors import DFlashGraphError
 from dflash_graph.executors import RoundExecutor
-from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.lowering.segment import Launch
-from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.pair import preset_pair
 from dflash_graph.options import EngineOptions
 from dflash_graph.profiles import load_preset, preset_names
 from dflash_graph.rounds import Model, Rounds, compile_rounds
@@ -347,12 +346,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("round: needs a CUDA device, torch sees none", file=sys.stderr)
         return 1
-    preset = load_preset(given.preset)
-    pair = ModelPair(
-        target_geometry_from_config(preset["target"], "target"),
-        draft_geometry_from_config(preset["draft"], "draft"),
-        dtype="bfloat16",
-    )
     options = EngineOptions(
         draft_tokens=given.draft_tokens,
         max_batch=max(given.batch),
@@ -362,7 +355,7 @@ def main() -> int:
     )
     try:
         start = time.perf_counter()
-        model = Model.random(pair, options)
+        model = Model.random(preset_pair(given.preset), options)
         torch.cuda.synchronize()
         weights = time.perf_counter() - start
         start = time.perf_counter()
@@ -402,7 +395,9 @@ def main() -> int:
     if given.peers:
         del rounds, model
         torch.cuda.empty_cache()
-        document["peers"] = peer_rounds(preset, given.context, given.draft_tokens + 1, 12)
+        document["peers"] = peer_rounds(
+            load_preset(given.preset), given.context, given.draft_tokens + 1, 12
+        )
         print(document["peers"])
     _write(given.json, document)
     return 0

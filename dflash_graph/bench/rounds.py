@@ -92,9 +92,19 @@ def round_frame(
     return fields
 
 
-def play_round(executor: RoundExecutor, rounds: Rounds, batch: int, context: int) -> None:
-    """One round of `round_frame` that commits the whole block."""
-    fields = round_frame(rounds, batch, context)
+def play_round(
+    executor: RoundExecutor,
+    rounds: Rounds,
+    batch: int,
+    context: int,
+    sampling: dict[str, Any] | None = None,
+) -> None:
+    """One round of `round_frame` that commits the whole block.
+
+    Args:
+        sampling: sampling values by field.
+    """
+    fields = round_frame(rounds, batch, context) | (sampling or {})
     executor.forward({name: v for name, v in fields.items() if name in executor.inputs})
     executor.finish([rounds.columns] * batch)
 
@@ -144,10 +154,7 @@ def measure_round(
     if ops:
         require_launches(rounds.backend)
     executor = rounds[batch] if sampling is None else rounds.sampling[batch]
-    fields = round_frame(rounds, batch, context) | (sampling or {})
-    fields = {name: value for name, value in fields.items() if name in executor.inputs}
-    executor.forward(fields)
-    executor.finish([rounds.columns] * batch)
+    play_round(executor, rounds, batch, context, sampling)
     parts = [lambda index=index: executor.run_queued(index) for index in range(2)]
     times = interleaved(parts, turns)
     totals = [sum(pair) for pair in zip(*times, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -44,15 +43,14 @@ MaxBatch = Annotated[
     int, typer.Option(min=1, max=MAX_BATCH, metavar="N", help="Rounds of every B from 1 to this.")
 ]
 
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)?")
-_SECONDS: Final = {None: 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
 
 def _seconds(text: str) -> float:
-    found = _TIME.fullmatch(text)
-    if found is None or float(found[1]) <= 0:
-        raise typer.BadParameter(f"expected a time such as 600s, 10m or 1h, got {text!r}")
-    return float(found[1]) * _SECONDS[found[2]]
+    from dflash_graph.autotune.budget import seconds
+
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def run(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from dflash_graph.cli.output import AsJson, print_json, progress, write
 from dflash_graph.cli.selection import Draft, DraftTokens, Dtype, GraphDtype, Lowering, Target
 from dflash_graph.options import MAX_BATCH
-
-if TYPE_CHECKING:
-    from dflash_graph.models.pair import ModelPair
 
 NAME: Final = "bench"
 SHORT: Final = "Time rounds on a GPU beside their floor."
@@ -65,6 +62,7 @@ def command(
         raise typer.BadParameter("--draft goes with --target; a geometry has its own")
     batches = sorted(set(batch or [1]))
     from dflash_graph.bench import bench_document, bench_text, require_launches
+    from dflash_graph.models.pair import preset_pair
     from dflash_graph.options import EngineOptions
     from dflash_graph.rounds import Model, compile_rounds
     from dflash_graph.submission import require_built
@@ -83,7 +81,7 @@ def command(
         require_launches(lowering.value)
     with progress() as report:
         if geometry is not None:
-            model = Model.random(_pair(geometry, dtype), options)
+            model = Model.random(preset_pair(geometry, dtype.value), options)
         else:
             assert target is not None
             model = Model.load(Path(target), draft, options, progress=report)
@@ -95,16 +93,3 @@ def command(
         print_json(document)
     else:
         write(bench_text(document))
-
-
-def _pair(geometry: str, dtype: Dtype) -> ModelPair:
-    from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
-    from dflash_graph.models.pair import ModelPair
-    from dflash_graph.profiles import load_preset
-
-    preset = load_preset(geometry)
-    return ModelPair(
-        target_geometry_from_config(preset["target"], f"{geometry}.target"),
-        draft_geometry_from_config(preset["draft"], f"{geometry}.draft"),
-        dtype=dtype.value,
-    )

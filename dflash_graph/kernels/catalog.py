@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from dflash_graph.choices import Choices
-from dflash_graph.geometry import draft_geometry_from_config, target_geometry_from_config
 from dflash_graph.graph import Graph, Node
 from dflash_graph.kernels.registry import KernelCase, kernel_case
-from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.pair import ModelPair, preset_pair
 from dflash_graph.models.round import declare_startup
 from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
 from dflash_graph.passes.combine import combine
-from dflash_graph.profiles import load_preset, preset_names
+from dflash_graph.profiles import preset_names
 
 
 def node_case(graph: Graph, node: Node, choices: Choices | None = None) -> KernelCase | None:
@@ -77,8 +76,5 @@ def cases_of(graphs: Iterable[Graph], choices: Choices | None) -> tuple[KernelCa
 
 def _shipped_pairs() -> Iterator[ModelPair]:
     for name in preset_names():
-        preset = load_preset(name)
-        target = target_geometry_from_config(preset["target"], f"{name}.target")
-        draft = draft_geometry_from_config(preset["draft"], f"{name}.draft")
         for dtype in ("bfloat16", "float32") if name.startswith("demo") else ("bfloat16",):
-            yield ModelPair(target, draft, dtype=dtype)
+            yield preset_pair(name, dtype)

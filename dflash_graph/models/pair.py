@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dflash_graph.errors import OptionError, UnsupportedModelError
-from dflash_graph.geometry import DraftGeometry, MoeFfn, TargetGeometry, check_pair
+from dflash_graph.geometry import (
+    DraftGeometry,
+    MoeFfn,
+    TargetGeometry,
+    check_pair,
+    draft_geometry_from_config,
+    target_geometry_from_config,
+)
 from dflash_graph.graph import Backend, GraphBuilder, GraphKey
+from dflash_graph.profiles import load_preset
 
 #: Tokens of one page of a paged K/V pool. Attention is split at page edges, so it is part of the
 #: numerics.
@@ -79,3 +87,17 @@ class ModelPair:
                 "its geometry, weights and state sizes are known, dense targets run"
             )
         return GraphBuilder(GraphKey(segment, backend, draft_tokens, batch, columns, self.dtype))
+
+
+def preset_pair(name: str, dtype: str = "bfloat16") -> ModelPair:
+    """The pair of a shipped preset.
+
+    Raises:
+        OptionError: there is no such preset.
+    """
+    preset = load_preset(name)
+    return ModelPair(
+        target_geometry_from_config(preset["target"], f"{name}.target"),
+        draft_geometry_from_config(preset["draft"], f"{name}.draft"),
+        dtype=dtype,
+    )

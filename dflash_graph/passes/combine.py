@@ -17,12 +17,13 @@ v and beta a fold needs the correction that verify made of them, which stands in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
-from dflash_graph.graph import Graph, Node, Value
+from dflash_graph.graph import Graph, Node
 from dflash_graph.op import Attribute
+from dflash_graph.passes.rewrite import Rewrite
 from dflash_graph.passes.row_scale import row_scale
-from dflash_graph.tensor import TensorSpec, WeightUse
+from dflash_graph.tensor import TensorSpec
 
 Inputs = Mapping[str, str | tuple[str, ...]]
 
@@ -31,7 +32,7 @@ def combine(graph: Graph) -> Graph:
     """The graph that the backend's kernels compute."""
     if graph.key.backend != "triton":
         return graph
-    rewrite = _Rewrite(graph)
+    rewrite = Rewrite(graph)
     for node in graph.nodes:
         for pattern in (_delta_net, _attention, _branch_end, _normed_product, _swiglu):
             if pattern(rewrite, node):
@@ -39,79 +40,6 @@ def combine(graph: Graph) -> Graph:
     _rings(rewrite)
     _commit(rewrite)
     return row_scale(rewrite.result())
-
-
-class _Rewrite:
-    """A graph, and which of its nodes were replaced by which new ones."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.values: dict[str, Value] = dict(graph.values)
-        self._readers: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            for _, name in node.operands():
-                self._readers.setdefault(name, []).append(node)
-        self._new: dict[str, list[Node]] = {}  # last replaced node -> what stands in its place
-        self._gone: set[str] = set()
-
-    def left(self, op: str) -> list[Node]:
-        """Nodes of an op that no pattern has taken."""
-        return [n for n in self.graph.nodes if n.op == op and n.name not in self._gone]
-
-    def readers(self, value: str, op: str) -> list[Node]:
-        """Nodes of an op that read a value."""
-        return [node for node in self._readers.get(value, ()) if node.op == op]
-
-    def only_reader(self, value: str, op: str) -> Node | None:
-        """The one node that reads a scratch value, if it is of this op and not taken yet."""
-        found = self._readers.get(value, [])
-        if self.graph.values[value].role != "scratch" or len(found) != 1:
-            return None
-        node = found[0]
-        return node if node.op == op and node.name not in self._gone else None
-
-    def producer(self, value: str, op: str) -> Node | None:
-        """The node that writes a value, if it is of this op and not taken yet."""
-        node = self.graph.producer(value)
-        return node if node and node.op == op and node.name not in self._gone else None
-
-    def weight(self, name: str, parts: Sequence[str], spec: TensorSpec) -> str:
-        """A weight that the graph did not have; returns its name."""
-        self.values[name] = Value(name, spec, "weight", WeightUse(tuple(parts), spec))
-        return name
-
-    def correction(self, value: str) -> str:
-        """The record that stands in the place of the record v of a delta rule; returns its name."""
-        v = self.values[value]
-        name = value.removesuffix(".v") + ".u"
-        self.values[name] = Value(name, TensorSpec(v.spec.shape, "float32"), v.role)
-        return name
-
-    def replace(self, old: Iterable[Node], new: Sequence[Node], place: Node | None = None) -> None:
-        """Let `new` stand where `place`, or the last of `old`, stood."""
-        names = [node.name for node in old]
-        order = [node.name for node in self.graph.nodes]
-        self._gone.update(names)
-        self._new[place.name if place else max(names, key=order.index)] = list(new)
-
-    def result(self) -> Graph:
-        if not self._gone:
-            return self.graph
-        nodes = [made for node in self.graph.nodes for made in self._standing(node)]
-        used = {name for node in nodes for _, name in node.operands()}
-        used |= {name for node in nodes for name in node.outputs.values()}
-        values = {
-            name: value
-            for name, value in self.values.items()
-            if name in used or value.role == "input"
-        }
-        return Graph(self.graph.key, nodes, values)
-
-    def _standing(self, node: Node) -> Iterator[Node]:
-        if node.name in self._new:
-            yield from self._new[node.name]
-        elif node.name not in self._gone:
-            yield node
 
 
 def _place(node: Node) -> str:
@@ -143,7 +71,7 @@ def _is_tiled_linear(node: Node) -> bool:
     return node.op == "linear" and node.attributes["tiled"] is True
 
 
-def _branch_end(rewrite: _Rewrite, linear: Node) -> bool:
+def _branch_end(rewrite: Rewrite, linear: Node) -> bool:
     """linear [conv_finish] residual_add rms_norm."""
     if not _is_tiled_linear(linear):
         return False
@@ -179,7 +107,7 @@ def _branch_end(rewrite: _Rewrite, linear: Node) -> bool:
     return True
 
 
-def _normed_product(rewrite: _Rewrite, linear: Node) -> bool:
+def _normed_product(rewrite: Rewrite, linear: Node) -> bool:
     """linear rms_norm."""
     if not _is_tiled_linear(linear):
         return False
@@ -193,7 +121,7 @@ def _normed_product(rewrite: _Rewrite, linear: Node) -> bool:
     return True
 
 
-def _swiglu(rewrite: _Rewrite, linear: Node) -> bool:
+def _swiglu(rewrite: Rewrite, linear: Node) -> bool:
     """linear swiglu."""
     if not _is_tiled_linear(linear):
         return False
@@ -208,7 +136,7 @@ def _swiglu(rewrite: _Rewrite, linear: Node) -> bool:
     return True
 
 
-def _delta_net(rewrite: _Rewrite, first: Node) -> bool:
+def _delta_net(rewrite: Rewrite, first: Node) -> bool:
     """linear linear linear gdn_conv gdn_gates gdn_recurrence gated_norm."""
     if not _is_tiled_linear(first):
         return False
@@ -278,7 +206,7 @@ def _delta_net(rewrite: _Rewrite, first: Node) -> bool:
     return True
 
 
-def _attention(rewrite: _Rewrite, rope: Node) -> bool:
+def _attention(rewrite: Rewrite, rope: Node) -> bool:
     """head_norm_rope append_kv paged_attention attention_gate."""
     if rope.op != "head_norm_rope":
         return False
@@ -308,7 +236,7 @@ def _attention(rewrite: _Rewrite, rope: Node) -> bool:
     return True
 
 
-def _rings(rewrite: _Rewrite) -> None:
+def _rings(rewrite: Rewrite) -> None:
     """context_kv ring_append, in every local layer."""
     found: dict[tuple[str, ...], list[tuple[Node, Node]]] = {}
     for kv in rewrite.left("context_kv"):
@@ -347,7 +275,7 @@ def _rings(rewrite: _Rewrite) -> None:
         rewrite.replace([node for pair in pairs for node in pair], [node])
 
 
-def _commit(rewrite: _Rewrite) -> None:
+def _commit(rewrite: Rewrite) -> None:
     """gdn_fold conv_history_commit, in every layer."""
     folds = rewrite.left("gdn_fold")
     moves = {node.region: node for node in rewrite.left("conv_history_commit")}
