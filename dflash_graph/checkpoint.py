@@ -41,6 +41,8 @@ _CODEBOOKS: Final = (
     "candidate_selector.successor_codebook",
 )
 _SHOWN_NAMES: Final = 5
+#: Of a file's name, as file systems have it.
+_NAME_MAX: Final = 255
 
 
 @dataclass(frozen=True)
@@ -298,15 +300,17 @@ def _read_index(path: Path) -> Mapping[str, str]:
     """The index's map from tensor to shard."""
     try:
         document = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a JSON index, got broken text: {error}") from None
     index = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(index, dict) or not index:
         raise CheckpointError(f"{path}: weight_map: expected an object of tensor to shard names")
     for name, shard in index.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
+        is_name = isinstance(shard, str) and 0 < len(shard) <= _NAME_MAX
+        if not is_name or Path(shard).name != shard:
             raise CheckpointError(
-                f"{path}: weight_map: {name}: expected a file name beside the index, got {shard!r}"
+                f"{path}: weight_map: {name}: expected a file name beside the index, got "
+                f"{shard!r:.80}"
             )
     return index
 

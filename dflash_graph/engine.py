@@ -5,7 +5,8 @@ Any thread may call an engine. Calls take turns, so that one at a time owns the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from dflash_graph import demo
 from dflash_graph.contexts import Checkpoint
-from dflash_graph.errors import EngineClosedError, RequestError
-from dflash_graph.options import EngineOptions, SamplingParams
+from dflash_graph.errors import ContextError, EngineClosedError, OptionError, RequestError
+from dflash_graph.options import EngineOptions, SamplingParams, require_built
 from dflash_graph.profile.build import started_profile
 from dflash_graph.profile.document import Profile
 from dflash_graph.profile.parts import Ceiling
@@ -29,9 +30,9 @@ from dflash_graph.submission import (
     Media,
     Prompt,
     check_params,
+    check_preview,
     checked_media,
     checked_prompt,
-    require_built,
 )
 from dflash_graph.text import Tokenizer, load_tokenizer
 from dflash_graph.turns import TurnLock
@@ -60,7 +61,7 @@ class Engine:
         self.scheduler = Scheduler(rounds, Rehearsals(rounds) if rounds.arena.is_cuda else None)
         self._next_id = 0
         self._closed = False
-        self._in_step = False
+        self._is_working = False
         # Any thread may drive a step; one at a time owns the executors.
         self._lock = TurnLock()
 
@@ -88,7 +89,10 @@ class Engine:
                 models.
             DeviceMemoryError: it does not fit.
         """
-        options = (options or EngineOptions()).resolved()
+        options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise OptionError(f"options: expected EngineOptions, got {options!r}")
+        options = options.resolved()
         require_built(options)
         tokenizer = load_tokenizer(target_dir)
         vocab = tokenizer.vocab_size if tokenizer is not None else None
@@ -155,14 +159,15 @@ class Engine:
         """
         with self._lock:
             self._require_open()
-            if not request.is_finished:
+            if not _checked_request(request).is_finished:
                 self._require_own(request)
-            if self._in_step or not (request.is_admitted and request.is_decoding):
+            if self._is_working or not (request.is_admitted and request.is_decoding):
                 raise RequestError(
                     f"request {request.id}: expected one that is decoding, between two rounds; "
                     "step until it has its first token, or submit with keep=True"
                 )
-            return self.scheduler.take(request)
+            with self._working():
+                return self.scheduler.take(request)
 
     def fork(
         self,
@@ -180,12 +185,15 @@ class Engine:
             RequestError: it leaves no room for a token, or the parameters cannot be served.
             EngineClosedError: the engine is closed.
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise ContextError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
         vocab = self.rounds.model.pair.target.vocab
         with self._lock:
             checkpoint.require(self.scheduler.coverage(), vocab)
         self.rounds.state.require_image(checkpoint.images, checkpoint.frontier)
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         check_params(params, self.tokenizer, vocab)
+        check_preview(preview)
         room = self._capacity - checkpoint.frontier - 1
         if room < 1:
             raise RequestError(
@@ -237,11 +245,13 @@ class Engine:
         Raises:
             RequestError: as `submit`; then nothing was queued.
         """
-        each = (
-            [params] * len(prompts)
-            if params is None or isinstance(params, SamplingParams)
-            else list(params)
-        )
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+            raise RequestError(f"prompts: expected a list of prompts, got {prompts!r}")
+        prompts = list(prompts)
+        if isinstance(params, SamplingParams) or not isinstance(params, Iterable):
+            each = [params] * len(prompts)
+        else:
+            each = list(params)
         if len(each) != len(prompts):
             raise RequestError(f"params: expected one for all or {len(prompts)}, got {len(each)}")
         requests = [self._checked(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
@@ -255,42 +265,28 @@ class Engine:
             raise
         return [self.result(request) for request in requests]
 
-    def stream(self, request: Request) -> Iterator[Event]:
+    def stream(self, request: Request) -> Stream:
         """Events of a request as its tokens are committed, driving the engine while it waits.
 
-        Closing the generator early cancels the request. Several streams of one engine may run in
-        turn; each sees every token of its request exactly once.
+        Closing the stream early, or dropping it, cancels the request. Several streams of one engine
+        may run in turn; each sees every token of its request exactly once.
         """
-        sent = 0
-        try:
-            while True:
-                with self._lock:  # given back after each step, for others who wait
-                    if len(request.token_ids) == sent and not request.is_finished:
-                        self._require_own(request)
-                        self.step()
-                    tokens = tuple(request.token_ids[sent:])
-                    reason = request.finish_reason
-                if not tokens and reason is None:
-                    continue
-                sent += len(tokens)
-                yield Event(request.id, tokens, reason)
-                if reason is not None:
-                    return
-        finally:
-            if self.scheduler.owns(request):
-                self.cancel(request)
+        return Stream(self, _checked_request(request))
 
     def cancel(self, request: Request) -> None:
         """End a request; what it has published stays. A finished request stays as it is.
 
-        While another thread runs a round, the request ends with that round or before the next one.
-        A preview may cancel its own request or another: the round then commits nothing of it.
+        While another thread runs a round, the request ends with that round or before the next one;
+        so it does if a signal handler calls this inside a step. A preview may cancel its own
+        request or another: the round then commits nothing of it.
 
         Raises:
             RequestError: the request belongs to another engine.
         """
-        self.scheduler.leaving.append(request)
+        self.scheduler.leaving.append(_checked_request(request))
         with self._lock:
+            if self._is_working and not self.scheduler.is_previewing:
+                return  # executors run beneath this very call: `_working` ends the request
             if request in self.scheduler.leaving:
                 self.scheduler.leaving.remove(request)
             if not request.is_finished:
@@ -299,6 +295,7 @@ class Engine:
 
     def result(self, request: Request) -> Generation:
         """The result of a finished request; raises RequestError while it runs."""
+        _checked_request(request)
         if request.finish_reason is None:
             raise RequestError(f"request {request.id}: not finished; step the engine or cancel it")
         text = self.tokenizer.decode(request.token_ids) if self.tokenizer is not None else None
@@ -328,7 +325,12 @@ class Engine:
             name: of the pair, for people; by default the architectures.
             context: tokens before the block that costs are for.
             ceiling: what floors stand on.
+
+        Raises:
+            OptionError: the context is negative.
         """
+        if context < 0:
+            raise OptionError(f"context: expected at least 0 tokens, got {context}")
         with self._lock:
             pair = self.rounds.model.pair
             return started_profile(
@@ -366,7 +368,8 @@ class Engine:
         """Admit, prefill one chunk, run one round.
 
         Returns:
-            What was published, and every end since the last step.
+            What was published, and every end since the last step. What `generate` and streams
+            published in steps of their own, they return.
 
         Raises:
             EngineClosedError: the engine is closed.
@@ -374,15 +377,22 @@ class Engine:
         """
         with self._lock:
             self._require_open()
-            if self._in_step:
-                raise RequestError("step: expected a call between rounds, got one from a preview")
-            self._in_step = True
-            try:
+            if self._is_working:
+                raise RequestError("step: expected a call between rounds, got one from within")
+            with self._working():
                 self.scheduler.advance()
-            finally:
-                self._in_step = False
             events, self.scheduler.events = self.scheduler.events, []
             return events
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Executors run: whoever is called meanwhile leaves requests as they are."""
+        self._is_working = True
+        try:
+            yield
+        finally:
+            self._is_working = False
+            self.scheduler.leave()
 
     def _checked(
         self,
@@ -395,10 +405,11 @@ class Engine:
         keep: bool = False,
     ) -> Request:
         """A request that can be served, not queued yet."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
         target = self.rounds.model.pair.target
         ids = checked_prompt(prompt, self.tokenizer, target.vocab, self._capacity)
         check_params(params, self.tokenizer, target.vocab)
+        check_preview(preview)
         media: Media | None = checked_media(embeddings, positions, len(ids), target.hidden)
         return Request(
             -1,
@@ -437,3 +448,80 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise EngineClosedError("engine: it was closed; load another one")
+
+
+class Stream(Iterator[Event]):
+    """Events of one request, see `Engine.stream`.
+
+    Args:
+        engine: that it steps.
+        request: of that engine.
+
+    Example:
+        >>> import dflash_graph as dg
+        >>> options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=1, max_context=256)
+        >>> with dg.Engine.demo(options) as engine:
+        ...     with engine.stream(engine.submit("import os\\n")) as stream:
+        ...         first = next(stream)
+        >>> len(first.token_ids), first.finish_reason, stream.request.finish_reason
+        (1, None, 'cancelled')
+    """
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.engine = engine
+        self.request = request
+        self._sent = 0
+        self._is_open = True
+
+    def __next__(self) -> Event:
+        """The next tokens, as many as there are; the last event has the finish reason.
+
+        Raises:
+            StopIteration: after the last, or once it was closed.
+            RequestError: the request belongs to another engine.
+            EngineClosedError: the engine was closed and the request has ended.
+        """
+        while self._is_open:
+            try:
+                event = self._advance()
+            except BaseException:
+                self.close()
+                raise
+            if event is not None:
+                self._is_open = event.finish_reason is None
+                return event
+        raise StopIteration
+
+    def _advance(self) -> Event | None:
+        """What there is to tell, after a step if there was nothing."""
+        engine, request = self.engine, self.request
+        with engine._lock:  # given back after each step, for others who wait
+            if len(request.token_ids) == self._sent and not request.is_finished:
+                engine._require_own(request)
+                engine.step()
+            tokens = tuple(request.token_ids[self._sent :])
+            reason = request.finish_reason
+        self._sent += len(tokens)
+        return Event(request.id, tokens, reason) if tokens or reason is not None else None
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Closing twice is fine."""
+        self._is_open = False
+        if self.engine.scheduler.owns(self.request):
+            self.engine.cancel(self.request)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self.close()
+
+
+def _checked_request(request: Request) -> Request:
+    if not isinstance(request, Request):
+        raise RequestError(f"request: expected what submit returned, got {request!r}")
+    return request

@@ -117,11 +117,18 @@ class Frame:
         """Set fields from nested lists, tensors or one number; shapes must agree.
 
         Raises:
-            ShapeError: a field does not exist or has another shape.
+            ShapeError: a field does not exist, has another shape, or is of integers and given
+                others; what was set before it is set.
         """
         for name, given in fields.items():
             array = self._field(self._arrays, name)
-            found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
+            try:
+                found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
+            except (TypeError, ValueError) as error:
+                raise ShapeError(f"frame.{name}: expected numbers, got {error}") from None
+            # Looked at by their kind alone: a round fills a dozen fields, and ranges cost time.
+            if found.dtype.kind not in ("iub" if array.dtype.kind == "i" else "iubf"):
+                raise ShapeError(f"frame.{name}: expected {array.dtype}, got {found.dtype}")
             if found.shape and found.shape != array.shape:
                 raise ShapeError(
                     f"frame.{name}: expected shape {list(array.shape)}, got {list(found.shape)}"

@@ -7,6 +7,7 @@ or coerced, except that an integer serves as a float, a list as a tuple and text
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -240,3 +241,21 @@ def _default_device() -> Device:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def require_built(options: EngineOptions) -> None:
+    """Refuse startup choices that this release does not have; raises OptionError."""
+    import torch  # here, so that options alone do not load it
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device: expected 'cpu' (torch sees no CUDA device), got 'cuda'")
+    if options.lowering == "triton" and importlib.util.find_spec("triton") is None:
+        raise OptionError(
+            "lowering: expected 'eager' or 'inductor' (triton is not installed: "
+            "pip install 'dflash-graph[cuda]'), got 'triton'"
+        )
+    for name in ("proposal_head", "draft_tree"):
+        if getattr(options, name) is not None:
+            raise OptionError(
+                f"{name}: expected None (not built yet), got {getattr(options, name)!r}"
+            )

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ from dflash_graph.models.round import (
     declare_startup,
     declare_state,
 )
-from dflash_graph.options import EngineOptions
+from dflash_graph.options import EngineOptions, require_built
 from dflash_graph.passes.combine import combine
 from dflash_graph.profile_store import device_identity, lookup
 from dflash_graph.state import Capacities, StatePools, plan_state
@@ -56,6 +57,8 @@ from dflash_graph.tensor import WeightUse
 from dflash_graph.weights import WeightStore, random_weights
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Called with what is being done, steps done and steps in all.
 Progress = Callable[[str, int, int], None]
@@ -115,9 +118,11 @@ class Model:
                 architectures).
             CheckpointError: a weight file or tensor is missing, extra, misshapen, ill-typed or
                 corrupt.
-            OptionError: an option contradicts the models.
+            OptionError: an option contradicts the models, or this release does not have it.
+            DeviceMemoryError: the weights do not fit the device.
         """
         options = options.resolved()
+        require_built(options)
         assert options.device is not None and options.dtype is not None
         if not options.speculative:
             draft_dir = None
@@ -137,7 +142,14 @@ class Model:
         if draft_dir is not None and pair.draft is not None:
             checkpoints["draft"] = Checkpoint.open(draft_dir, draft_layout(pair.draft))
         read = None if progress is None else _named(progress, "weights")
-        weights = WeightStore.load(checkpoints, uses, options.device, read)
+        try:
+            weights = WeightStore.load(checkpoints, uses, options.device, read)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"{options.device}: expected room for the weights of {pair.target.architecture} "
+                f"with {pair.draft_name}, got {_available_bytes(options.device)} bytes free "
+                f"before the allocation that failed: {error}"
+            ) from error
         store = {use: weights[use] for use in weights}
         _settle(options.device)
         seconds = time.perf_counter() - start
@@ -265,6 +277,17 @@ class Rounds(Mapping[int, RoundExecutor]):
         if batch not in self._greedy:
             raise OptionError(f"rounds: there are executors for B in {list(self)}, got {batch}")
         return self._greedy[batch]
+
+    def __contains__(self, batch: object) -> bool:
+        return batch in self._greedy
+
+    @overload
+    def get(self, batch: int, default: None = None) -> RoundExecutor | None: ...
+    @overload
+    def get(self, batch: int, default: T) -> RoundExecutor | T: ...
+    def get(self, batch: int, default: object = None) -> object:
+        """The executor of a batch size, or a default where there is none."""
+        return self._greedy.get(batch, default)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._greedy)
@@ -410,6 +433,10 @@ def compile_rounds(
         options: the options it was loaded with.
         progress: called as ``progress(stage, done, total)``.
 
+    Raises:
+        OptionError: an option contradicts the model, or this release does not have it.
+        DeviceMemoryError: state, arena and weights do not fit the device.
+
     Example:
         >>> import dflash_graph as dg
         >>> options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=2, max_context=64)
@@ -419,7 +446,27 @@ def compile_rounds(
         >>> list(rounds), rounds[2].batch
         ([1, 2], 2)
     """
+    options = options.resolved()
+    require_built(options)
+    _require_of(options, model.pair)
     return Rounds(model, options, progress)
+
+
+def _require_of(options: EngineOptions, pair: ModelPair) -> None:
+    """Raise OptionError for an option that says otherwise than the loaded pair."""
+    stated: dict[str, tuple[object, object]] = {
+        "dtype": (options.dtype, pair.dtype),
+        "draft_causality": (options.draft_causality, pair.draft_causality),
+    }
+    if options.public_vocab is not None:
+        stated["public_vocab"] = (options.public_vocab, pair.public_vocab)
+    if not options.speculative:
+        stated["speculative"] = (False, pair.draft is not None)
+    for name, (given, loaded) in stated.items():
+        if given != loaded:
+            raise OptionError(
+                f"EngineOptions.{name}: expected {loaded!r}, as the model was loaded, got {given!r}"
+            )
 
 
 def _public_vocab(

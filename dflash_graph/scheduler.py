@@ -10,7 +10,8 @@ in at a time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,8 +55,10 @@ class Scheduler:
         self.pages = FreeList("page", rounds.capacities.bindings()["pages"])
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
-        #: Requests whose cancellation waits for its turn; the next step ends them.
+        #: Requests whose cancellation waits for its turn.
         self.leaving: deque[Request] = deque()
+        #: Whether a preview runs: the one moment within a step in which requests may end.
+        self.is_previewing = False
         #: What was published, and every end, since an engine last took them.
         self.events: list[Event] = []
         self.prefixes = PrefixCache(rounds.options.prefix_cache_bytes)
@@ -68,29 +71,50 @@ class Scheduler:
         return request in self.active or request in self.waiting
 
     def advance(self) -> None:
-        """One step."""
+        """One step. What fails before a request has its first token ends that request alone."""
+        self.leave()
+        self._admit()
+        prefilling = next((r for r in self.active if r.is_prefilling), None)
+        if prefilling is not None:
+            with self._failing_alone(prefilling, "prefill"):
+                self._prefill(prefilling)
+        decoding = [r for r in self.active if r.is_decoding]
+        if decoding:
+            self._round(decoding)
+
+    def leave(self) -> None:
+        """End the requests whose cancellation waits."""
         while self.leaving:
             request = self.leaving.popleft()
             if not request.is_finished and self.owns(request):
                 self.end(request, "cancelled")
-        self._admit()
-        prefilling = next((r for r in self.active if r.is_prefilling), None)
-        if prefilling is not None:
-            self._prefill(prefilling)
-        decoding = [r for r in self.active if r.is_decoding]
-        if decoding:
-            self._round(decoding)
 
     def _admit(self) -> None:
         """Give waiting requests slots; one whose admission was interrupted has its slot already."""
         while self.waiting and (self.waiting[0].is_admitted or self.slots.free):
             request = self.waiting[0]
-            if not request.is_admitted:
-                request.slot = self.slots.take()
-            self._install(request)
-            if request not in self.active:
-                self.active.append(request)
-            self.waiting.popleft()
+            with self._failing_alone(request, "admission"):
+                if not request.is_admitted:
+                    request.slot = self.slots.take()
+                self._install(request)
+                if request not in self.active:
+                    self.active.append(request)
+                self.waiting.popleft()
+
+    @contextmanager
+    def _failing_alone(self, request: Request, stage: str) -> Iterator[None]:
+        """What is raised here ends the request, and is its error's cause."""
+        try:
+            yield
+        except Exception as cause:
+            self._fail(request, f"its {stage} failed ({cause!r})", cause)
+
+    def _fail(self, request: Request, what: str, cause: BaseException) -> None:
+        """End a request with an error, if it has not ended."""
+        if not request.is_finished:
+            request.error = RequestError(f"request {request.id}: {what}")
+            request.error.__cause__ = cause
+            self.end(request, "error")
 
     def _install(self, request: Request) -> None:
         """Put a request's starting state into its slot: a context's, a stored prefix's, or none."""
@@ -117,9 +141,10 @@ class Scheduler:
         if request.frontier < len(request.prompt):
             try:
                 self._prefill_chunk(request)
-            except BaseException:
-                # Some layers' state has moved on and others' has not: start the prompt again.
-                self._install(request)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # Some layers' state has moved on and others' has not: start the prompt again.
+                    self._install(request)
                 raise
         if request.frontier == len(request.prompt):
             self._choose_first(request)
@@ -172,7 +197,11 @@ class Scheduler:
             return
         if choice.kept and not request.is_plain_greedy:
             self.rounds.state.count(request.slot, (*request.generated, token))
-        self._publish(request, [token], choice)
+        try:
+            self._publish(request, [token], choice)
+        except BaseException as error:
+            self._fail(request, f"its first token was interrupted ({error!r})", error)
+            raise
         if self.prefixes.capacity and request.is_decoding and request.media is None:
             self.prefixes.store(self.take(request))
 
@@ -201,29 +230,28 @@ class Scheduler:
             0 if request.is_finished else choice.kept
             for request, choice in zip(batch, choices, strict=True)
         ]
+        left = dict(enumerate(batch))
+        failure: BaseException | None = None
         try:
             executor.finish(committed)
+            for index, request in enumerate(batch):
+                licensed = accepted[index] + 1
+                record = RoundRecord(
+                    live_drafts[index], accepted[index], licensed, committed[index]
+                )
+                # Every row is accounted for, whatever another's checkpoint raises.
+                try:
+                    if not request.is_finished:
+                        self._account(request, record, rows[index], choices[index])
+                    del left[index]
+                except BaseException as error:
+                    failure = failure or error
         except BaseException as error:
-            # A commit that stopped half-way leaves state that no frontier describes.
-            for request in batch:
-                if not request.is_finished:
-                    request.error = RequestError(
-                        f"request {request.id}: its commit was interrupted ({error!r})"
-                    )
-                    self.end(request, "error")
-            raise
-        # Every row is accounted for, whatever another's checkpoint raises.
-        failure: BaseException | None = None
-        for index, request in enumerate(batch):
-            if request.is_finished:
-                continue
-            licensed = accepted[index] + 1
-            record = RoundRecord(live_drafts[index], accepted[index], licensed, committed[index])
-            try:
-                self._account(request, record, rows[index], choices[index])
-            except BaseException as error:
-                failure = failure or error
+            failure = error
         if failure is not None:
+            # Of these, state and what is known of it may have parted.
+            for request in left.values():
+                self._fail(request, f"its commit was interrupted ({failure!r})", failure)
             raise failure
 
     def _account(
@@ -293,11 +321,14 @@ class Scheduler:
                 kept, reason = complete, "stop"
         if request.preview is None:
             return Choice(kept, reason)
+        self.is_previewing = True
         try:
             chosen = request.preview(tuple(licensed[:kept]))
         except Exception as error:
             message = f"request {request.id}: its preview raised {error!r}"
             return Choice(0, "error", RequestError(message))
+        finally:
+            self.is_previewing = False
         if type(chosen) is not int or not 0 <= chosen <= kept:
             message = (
                 f"request {request.id}: preview must return an integer 0..{kept}, got {chosen!r}"

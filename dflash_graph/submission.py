@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from dflash_graph.errors import OptionError, RequestError
-from dflash_graph.options import EngineOptions, SamplingParams
+from dflash_graph.errors import RequestError
+from dflash_graph.options import SamplingParams
 from dflash_graph.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -53,8 +52,15 @@ def checked_prompt(
             raise RequestError(
                 "prompt: expected token ids (the target has no tokenizer.json), got text"
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: expected text of whole characters, got {prompt[error.start]!r} "
+                f"(half of one) at {error.start}"
+            ) from None
         prompt = tokenizer.encode(prompt)
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+    if isinstance(prompt, bytes | Mapping | Set) or not isinstance(prompt, Iterable):
         raise RequestError(f"prompt: expected token ids or text, got {prompt!r}")
     ids = tuple(prompt)
     if not ids:
@@ -71,6 +77,8 @@ def checked_prompt(
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int) -> None:
     """Raise RequestError if the engine cannot serve `params`."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params: expected SamplingParams, got {params!r}")
     for token in params.stop_token_ids:
         if token >= vocab:
             raise RequestError(
@@ -81,6 +89,12 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, vocab: int
             "stop: expected no stop strings (the target has no tokenizer.json), "
             f"got {params.stop!r}; use stop_token_ids"
         )
+
+
+def check_preview(preview: object) -> None:
+    """Raise RequestError unless a preview is None or can be called."""
+    if not (preview is None or callable(preview)):
+        raise RequestError(f"preview: expected a function of the licensed tokens, got {preview!r}")
 
 
 def checked_media(
@@ -136,19 +150,3 @@ def _checked_positions(positions: Any, tokens: int) -> Tensor:
     if low < 0 or high > _POSITION_MAX:
         raise RequestError(f"positions: expected values 0..{_POSITION_MAX}, got {low}..{high}")
     return rows
-
-
-def require_built(options: EngineOptions) -> None:
-    """Refuse startup choices that this release does not have; raises OptionError."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device: expected 'cpu' (torch sees no CUDA device), got 'cuda'")
-    if options.lowering == "triton" and importlib.util.find_spec("triton") is None:
-        raise OptionError(
-            "lowering: expected 'eager' or 'inductor' (triton is not installed: "
-            "pip install 'dflash-graph[cuda]'), got 'triton'"
-        )
-    for name in ("proposal_head", "draft_tree"):
-        if getattr(options, name) is not None:
-            raise OptionError(
-                f"{name}: expected None (not built yet), got {getattr(options, name)!r}"
-            )

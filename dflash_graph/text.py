@@ -39,6 +39,9 @@ class TokenizersTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` package."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # A file may say how to cut and fill texts for training; a prompt stays as long as it is.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 

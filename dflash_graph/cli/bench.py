@@ -63,9 +63,8 @@ def command(
     batches = sorted(set(batch or [1]))
     from dflash_graph.bench import bench_document, bench_text, require_launches
     from dflash_graph.models.pair import preset_pair
-    from dflash_graph.options import EngineOptions
+    from dflash_graph.options import EngineOptions, require_built
     from dflash_graph.rounds import Model, compile_rounds
-    from dflash_graph.submission import require_built
 
     options = EngineOptions(
         draft_tokens=draft_tokens,

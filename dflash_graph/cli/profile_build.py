@@ -215,10 +215,9 @@ def _measured(
     resources: bool,
 ) -> Profile:
     from dflash_graph.bench.nodes import measured_ceiling, time_rounds
-    from dflash_graph.options import EngineOptions
+    from dflash_graph.options import EngineOptions, require_built
     from dflash_graph.profile.build import started_profile
     from dflash_graph.rounds import Model, compile_rounds
-    from dflash_graph.submission import require_built
 
     chosen = EngineOptions.model_validate(options).resolved()
     require_built(chosen)

@@ -376,6 +376,8 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
         ('{"weight_map": {"a.weight": 3}}', "a.weight: expected a file name"),
         ('{"weight_map": {"a.weight": "../one.safetensors"}}', "a.weight: expected a file name"),
         ('{"weight_map": {"a.weight": ""}}', "a.weight: expected a file name"),
+        ('{"weight_map": {"a.weight": "%s"}}' % ("x" * 5000), "a.weight: expected a file name"),
+        ("[" * 200_000, "expected a JSON index"),
     ],
 )
 def test_broken_indexes(tmp_path: Path, text: str, phrase: str) -> None:

@@ -96,6 +96,77 @@ def test_count_of_params(load: Load) -> None:
     assert engine.generate([]) == [] and engine.generate([], []) == []
 
 
+BAD_CALLS: dict[str, tuple[Callable[[dg.Engine], Any], type[Exception], str]] = {
+    "one text": (lambda e: e.generate("abc"), dg.RequestError, "list of prompts"),
+    "one prompt of bytes": (lambda e: e.generate(b"abc"), dg.RequestError, "list of prompts"),
+    "no prompts": (lambda e: e.generate(5), dg.RequestError, "list of prompts"),
+    "prompt by prompt": (lambda e: e.generate([1, 2]), dg.RequestError, "prompt"),
+    "params of another kind": (lambda e: e.generate([[1]], 5), dg.RequestError, "SamplingParams"),
+    "params of a mapping": (
+        lambda e: e.submit([1], {"temperature": 0.0}),
+        dg.RequestError,
+        "SamplingParams",
+    ),
+    "a set": (lambda e: e.submit({1, 2}), dg.RequestError, "prompt"),
+    "a mapping": (lambda e: e.submit({1: 2}), dg.RequestError, "prompt"),
+    "preview": (lambda e: e.submit([1], preview=5), dg.RequestError, "preview"),
+    "fork of nothing": (lambda e: e.fork(None), dg.ContextError, "Checkpoint"),
+    "cancel of nothing": (lambda e: e.cancel(None), dg.RequestError, "submit"),
+    "stream of nothing": (lambda e: e.stream(None), dg.RequestError, "submit"),
+    "result of nothing": (lambda e: e.result(None), dg.RequestError, "submit"),
+    "checkpoint of nothing": (lambda e: e.checkpoint(None), dg.RequestError, "submit"),
+    "context before the first": (lambda e: e.profile(context=-1), dg.OptionError, "context"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CALLS)
+def test_bad_call(load: Load, kind: str) -> None:
+    engine = load("dflash2_g16")
+    call, error, message = BAD_CALLS[kind]
+    with pytest.raises(error, match=message):
+        call(engine)
+    assert engine.is_idle and engine.step() == []
+
+
+def test_prompts_of_any_iterable(lab: Any, load: Load) -> None:
+    case = lab.case("dflash2_g16")
+    results = load("dflash2_g16").generate(iter(case.prompts), iter([long()] * 3))
+    assert tuple(result.token_ids for result in results) == case.greedy
+
+
+def test_text_with_half_a_character() -> None:
+    options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=1, max_context=64)
+    with dg.Engine.demo(options) as engine, pytest.raises(dg.RequestError, match="at 7"):
+        engine.submit("import \udcff")
+
+
+def test_options_of_another_kind(lab: Any) -> None:
+    case = lab.case("dflash2_g16")
+    with pytest.raises(dg.OptionError, match="EngineOptions"):
+        dg.Engine.load(case.target, case.draft, {"max_batch": 1})  # type: ignore[arg-type]
+
+
+def test_options_that_contradict_the_model(lab: Any) -> None:
+    """What shapes graphs was fixed when the model was loaded."""
+    case = lab.case("dflash2_g16")
+    options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=1, max_context=64)
+    model = dg.Model.load(case.target, case.draft, options)
+    for changes in (
+        {"dtype": "bfloat16"},
+        {"speculative": False},
+        {"public_vocab": 10},
+        {"draft_causality": "sliding"},
+        {"draft_tree": 12},
+    ):
+        with pytest.raises(dg.OptionError, match=next(iter(changes))):
+            dg.compile_rounds(model, options.replace(**changes))
+    rounds = dg.compile_rounds(model, options)
+    assert 1 in rounds and 2 not in rounds and "1" not in rounds
+    assert rounds.get(1) is rounds[1] and rounds.get(2) is None
+    with pytest.raises(dg.OptionError, match="got 2"):
+        rounds[2]
+
+
 def test_bad_submission_beside_running_requests(lab: Any, load: Load) -> None:
     case = lab.case("dflash2_g16")
     engine = load("dflash2_g16", max_batch=2)
@@ -420,18 +491,155 @@ def test_interrupted_admission(lab: Any, load: Load, monkeypatch: pytest.MonkeyP
             assert tuple(request.token_ids) == expected
 
 
-def test_failing_executor(lab: Any, load: Load) -> None:
+@pytest.mark.parametrize("where", ["_account", "_publish"])
+def test_interrupted_accounting(
+    lab: Any, load: Load, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Committed, but not accounted for: the one request fails by name, the others go on."""
+    case = lab.case("dflash2_g16")
+    engine = load("dflash2_g16", draft_tokens=7, max_batch=3)
+    first = engine.submit(case.prompts[0], long())
+    while len(first.token_ids) < 2:
+        engine.step()
+    others = [engine.submit(prompt, long()) for prompt in case.prompts[1:]]
+    while not all(request.token_ids for request in others):
+        engine.step()
+    whole = getattr(engine.scheduler, where)
+
+    def halfway(request: dg.Request, *rest: Any) -> None:
+        if request is first:
+            request.history.append(0)
+            raise KeyboardInterrupt
+        whole(request, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine.scheduler, where, halfway)
+        engine.step()
+    assert first.finish_reason == "error" and isinstance(first.error, dg.RequestError)
+    assert isinstance(first.error.__cause__, KeyboardInterrupt)
+    while not engine.is_idle:
+        engine.step()
+    assert tuple(tuple(request.token_ids) for request in others) == case.greedy[1:]
+
+
+#: Where a call can find an engine inside a step: the owner of a function, and its name.
+MOMENTS: dict[str, Callable[[dg.Engine], tuple[Any, str]]] = {
+    "admission": lambda engine: (engine.scheduler, "_install"),
+    "tables": lambda engine: (engine.scheduler, "_tables"),
+    "prefill": lambda engine: (engine.rounds.prefill(16), "run"),
+    "first token": lambda engine: (engine.rounds.first_token, "run"),
+    "publication": lambda engine: (engine.scheduler, "_publish"),
+    "forward": lambda engine: (engine.rounds[2], "forward"),
+    "finish": lambda engine: (engine.rounds[2], "finish"),
+}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_cancel_by_a_signal_handler(
+    lab: Any,
+    load: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    after: bool,
+    victim: int,
+) -> None:
+    """It runs on the thread that steps, inside the step, before a call or after it."""
+    case = lab.case("dflash2_g16")
+    engine = load("dflash2_g16", draft_tokens=7, max_batch=2, prefill_chunk=16)
+    owner, name = MOMENTS[moment](engine)
+    inner = getattr(owner, name)
+    for calls in (1, 2, 4):
+        requests = [engine.submit(prompt, long()) for prompt in case.prompts]
+        left, asked = calls, False
+
+        def cancel(victim: dg.Request = requests[victim]) -> None:
+            nonlocal asked
+            asked = not victim.is_finished
+            engine.cancel(victim)
+
+        def interrupted(*given: Any, cancel: Callable[[], None] = cancel, **named: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0 and not after:
+                cancel()
+            result = inner(*given, **named)
+            if left == 0 and after:
+                cancel()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            while not engine.is_idle:
+                engine.step()
+        for index, request in enumerate(requests):
+            if index != victim or not asked:
+                assert tuple(request.token_ids) == case.greedy[index]
+            else:
+                # It was cancelled, or ended by itself in that very step.
+                assert request.finish_reason in ("cancelled", "length")
+                assert tuple(request.token_ids) == case.greedy[index][: len(request.token_ids)]
+
+
+def test_close_by_a_signal_handler(lab: Any, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load("dflash2_g16", draft_tokens=7, max_batch=2)
+    requests = [engine.submit(prompt, long()) for prompt in lab.case("dflash2_g16").prompts]
+    tables = engine.scheduler._tables
+
+    def closing(*given: Any) -> Any:
+        engine.close()
+        return tables(*given)
+
+    monkeypatch.setattr(engine.scheduler, "_tables", closing)
+    engine.step()
+    assert [request.finish_reason for request in requests] == ["cancelled"] * 3
+    assert engine.is_idle
+    with pytest.raises(dg.EngineClosedError):
+        engine.step()
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def failing(index: int = 0, probe: Any = None, meanwhile: Any = None) -> None:
+    """In the place of Executor.run."""
+    raise RuntimeError("device")
+
+
+def test_failing_round(lab: Any, load: Load) -> None:
     """An error of the device is the caller's to see; afterwards the engine goes on."""
     case = lab.case("dflash2_g16")
     engine = load("dflash2_g16", draft_tokens=7)
-
-    def run(index: int = 0, probe: Any = None, meanwhile: Any = None) -> None:
-        raise RuntimeError("device")
-
-    for executor in (engine.rounds.prefill(16), engine.rounds[1]):
-        executor.run = run  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="device"):
-            engine.generate([case.prompts[0]], long())
-        del executor.run
-        assert engine.is_idle
+    engine.rounds[1].run = failing  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="device"):
+        engine.generate([case.prompts[0]], long())
+    del engine.rounds[1].run
+    assert engine.is_idle
     assert engine.generate([case.prompts[0]], long())[0].token_ids == case.greedy[0]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "first token", "admission"])
+def test_failing_prefill(lab: Any, load: Load, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """However often it fails, the request that it was for ends by name, and all others go on."""
+    case = lab.case("dflash2_g16")
+    engine = load("dflash2_g16", draft_tokens=7, max_batch=2)
+    other = engine.submit(case.prompts[0], long())
+    while len(other.token_ids) < 2:
+        engine.step()
+    with monkeypatch.context() as patch:
+        if stage == "admission":
+            patch.setattr(engine.rounds.state, "reset_slot", failing)
+        else:
+            prefill = engine.rounds.prefill(len(case.prompts[1]))
+            executor = prefill if stage == "prefill" else engine.rounds.first_token
+            patch.setattr(executor, "run", failing)
+        failed = engine.generate([case.prompts[1]] * 2, long())
+    for result in failed:
+        assert result.finish_reason == "error" and result.token_ids == ()
+        assert isinstance(result.error, dg.RequestError) and "device" in str(result.error)
+        assert isinstance(result.error.__cause__, RuntimeError)
+    while not engine.is_idle:
+        engine.step()
+    assert tuple(other.token_ids) == case.greedy[0]
+    assert engine.generate([case.prompts[1]], long())[0].token_ids == case.greedy[1]

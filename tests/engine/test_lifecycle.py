@@ -431,6 +431,27 @@ def test_stream_closed_early(lab: Any, load: Load) -> None:
     assert tuple(other.token_ids) == case.greedy[1]
 
 
+@pytest.mark.parametrize("way", ["close", "with", "drop"])
+def test_stream_closed_before_its_first_event(lab: Any, load: Load, way: str) -> None:
+    """A caller that goes at once leaves no request behind."""
+    case = lab.case("dflash2_g16")
+    engine = load("dflash2_g16", max_batch=2)
+    stay, left = (engine.submit(prompt, long()) for prompt in case.prompts[:2])
+    stream = engine.stream(left)
+    if way == "close":
+        stream.close()
+        stream.close()
+        assert list(stream) == []
+    elif way == "with":
+        with stream:
+            pass
+    else:
+        del stream
+    assert left.finish_reason == "cancelled"
+    assert [t for event in engine.stream(stay) for t in event.token_ids] == list(case.greedy[0])
+    assert engine.is_idle
+
+
 def test_stream_ends_with_its_request(lab: Any, load: Load) -> None:
     """Cancelled or failed meanwhile: one last event without tokens."""
     case = lab.case("dflash2_g16")

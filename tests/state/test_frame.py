@@ -82,6 +82,31 @@ def test_a_capacity_must_be_bound() -> None:
         layout([field("page_table", 2, "request_pages")], {})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        [0.9, 1.0],
+        [float("nan"), 0],
+        1.0,
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bfloat16),
+        [[1], [1, 2]],
+        None,
+        "12",
+        [1, None],
+    ],
+)
+def test_integers_are_not_made_of_others(given: object) -> None:
+    """Rounding a slot or a count would run another request's."""
+    found = frame()
+    found.fill(slots=7)
+    with pytest.raises(ShapeError, match=r"frame\.slots"):
+        found.fill(slots=given)
+    assert found.read("slots") == [7, 7]
+    found.fill(slots=torch.tensor([True, False]), scores=3)
+    assert found.read("slots") == [1, 0] and found.read("scores")[0][0] == 3.0
+
+
 def test_views_alias_the_one_buffer() -> None:
     found = frame()
     assert found.buffer.shape == (48,) and found.buffer.dtype == torch.int32

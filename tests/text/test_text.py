@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,6 +43,18 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         self.decoded_ids += len(ids)
         return bytes(ids).decode("utf-8", errors="replace")
+
+
+def test_a_file_that_cuts_and_fills_texts(tmp_path: Path) -> None:
+    """A prompt stays as long as it is."""
+    backend = tokenizers.Tokenizer.from_file(str(demo.target_directory() / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=6)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    assert found is not None
+    for text in ("import os\nimport sys\n", "x"):
+        assert found.encode(text) == DEMO.encode(text)
 
 
 def chunked(ids: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
