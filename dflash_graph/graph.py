@@ -151,6 +151,7 @@ class Graph:
                 edge = replace(edge, values=(*edge.values, value))
             edges[before, after] = edge
 
+        written = {name for node in self.nodes for name in node.outputs.values()}
         for index, node in enumerate(self.nodes):
             if node.name in digraph:
                 raise GraphError(
@@ -161,7 +162,7 @@ class Graph:
             for argument, name in node.operands():
                 value = self._operand(node, argument, name)
                 if value.role in ("scratch", "output") or (
-                    value.role == "retained" and name in producer
+                    value.role == "retained" and name in written
                 ):
                     if name not in producer:
                         raise GraphError(

@@ -149,7 +149,8 @@ def plan(schedules: Sequence[Schedule]) -> Plan:
     live in the result frame and are not planned here.
 
     Raises:
-        PlanError: two segments store values of one name.
+        PlanError: two segments store values of one name, or have nodes of one name that both need
+            workspace.
     """
     steps: list[str] = []
     boundaries: list[int] = []
@@ -178,6 +179,8 @@ def plan(schedules: Sequence[Schedule]) -> Plan:
         for index, nbytes in enumerate(schedule.workspace):
             if nbytes:
                 name = schedule.workspace_name(index)
+                if name in lives:
+                    raise PlanError(f"{name}: two segments have a node of this name; rename one")
                 lives[name], sizes[name] = (base + index, base + index), nbytes
     groups: dict[str, list[str]] = {}
     for name in lives:

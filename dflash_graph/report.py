@@ -12,11 +12,9 @@ from typing import Any, Final
 
 from dflash_graph.choices import Choices
 from dflash_graph.frame import input_layout, output_layout
-from dflash_graph.geometry import TargetGeometry
 from dflash_graph.graph import Backend, Graph
 from dflash_graph.lowering.schedules import lowered
 from dflash_graph.models.pair import ModelPair
-from dflash_graph.models.qwen3_5 import record_specs
 from dflash_graph.models.round import (
     declare_startup,
     declare_state,
@@ -28,6 +26,8 @@ from dflash_graph.tensor import WeightUse
 
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB")
 _NUMBER: Final = frozenset("0123456789")
+#: Ops that commit recurrent state from the records of a round.
+_COMMITS: Final = ("gdn_fold", "gdn_commit", "conv_history_commit")
 
 
 def size_text(nbytes: int) -> str:
@@ -148,9 +148,23 @@ def state_text(state: StatePlan, capacities: Capacities) -> str:
     return text_table(head, [*rows, (*total, str(facts["nbytes"]))])
 
 
-def record_bytes(target: TargetGeometry, dtype: str) -> int:
-    """Bytes of the records that verify keeps of one column of one request, over all layers."""
-    return sum(spec.nbytes() for spec in record_specs(target, dtype, batch=1, columns=1).values())
+def record_bytes(finish: Graph) -> int:
+    """Bytes of the records that a round keeps of one column of one request, over all layers: what
+    the commit of recurrent state reads of them in the backend's own graph.
+
+    Args:
+        finish: the round's second segment, as declared.
+    """
+    graph = combine(finish)
+    records = dict.fromkeys(
+        name
+        for node in graph.nodes
+        if node.op in _COMMITS
+        for _, name in node.operands()
+        if graph.values[name].role == "retained"
+    )
+    nbytes = sum(graph.values[name].spec.nbytes() for name in records)
+    return nbytes // (finish.key.batch * finish.key.columns)
 
 
 def storages(uses: Iterable[WeightUse]) -> tuple[WeightUse, ...]:
@@ -288,7 +302,7 @@ def startup_memory(
         executors=tuple(
             _executor_memory(name, graphs, capacities, choices) for name, graphs in segments.items()
         ),
-        record_bytes=record_bytes(pair.target, pair.dtype),
+        record_bytes=record_bytes(segments["round B=1"][-1]),
     )
 
 

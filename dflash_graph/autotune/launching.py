@@ -22,7 +22,7 @@ from dflash_graph.autotune.inputs import (
 )
 from dflash_graph.autotune.spaces import Candidate, Space
 from dflash_graph.autotune.tasks import Call
-from dflash_graph.kernels import kernel_case, row_bucket
+from dflash_graph.kernels import kernel_case, row_bucket, row_tile
 from dflash_graph.op import Sizes, dtype_of
 from dflash_graph.ops import get_op
 from dflash_graph.testing import Tolerance, assert_matches, poison_, same_bytes
@@ -48,9 +48,9 @@ class Bound:
         self.arguments = arguments
         specs = specs_of(arguments)
         symbols, _ = op.bind(specs, call.attributes, model_dtype=call.dtype)
-        sizes = Sizes(symbols.sizes())
+        sizes = Sizes({**call.attributes, **symbols.sizes()})
         known = dict(candidate.num_stages)
-        rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
+        rows = row_tile(call.op, sizes)
         rows = min(known, key=lambda other: abs(other - rows))
         case = kernel_case(
             call.op,

@@ -20,7 +20,7 @@ from dflash_graph.kernels import (
     completed_choice,
     device_choice,
     kernel_case,
-    row_bucket,
+    row_tile,
 )
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.round import declare_startup
@@ -240,8 +240,7 @@ def _call(graph: Graph, node: Node) -> Call | None:
         return None
     symbols, dtype = get_op(node.op).bind(specs, node.attributes, model_dtype=dtype)
     sizes = Sizes({**node.attributes, **symbols.sizes()})
-    rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
-    return Call(node.op, rows, 1, specs, node.attributes, sizes, dtype)
+    return Call(node.op, row_tile(node.op, sizes), 1, specs, node.attributes, sizes, dtype)
 
 
 def _with(call: Call, launches: int) -> Call:

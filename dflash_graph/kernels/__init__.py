@@ -15,7 +15,13 @@ from dflash_graph.kernels import (
     selector,
     staging,
 )
-from dflash_graph.kernels.catalog import cases_of, kernel_cases, node_case, shipped_cases
+from dflash_graph.kernels.catalog import (
+    cases_of,
+    kernel_cases,
+    node_case,
+    required_case,
+    shipped_cases,
+)
 from dflash_graph.kernels.registry import (
     ROW_BUCKETS,
     Kernel,
@@ -26,6 +32,7 @@ from dflash_graph.kernels.registry import (
     kernel_case,
     kernel_ops,
     row_bucket,
+    row_tile,
 )
 
 __all__ = [
@@ -45,7 +52,9 @@ __all__ = [
     "node_case",
     "products",
     "recurrence",
+    "required_case",
     "row_bucket",
+    "row_tile",
     "rows",
     "sampling",
     "selector",

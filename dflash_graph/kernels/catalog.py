@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from dflash_graph.choices import Choices
+from dflash_graph.errors import OptionError
 from dflash_graph.graph import Graph, Node
 from dflash_graph.kernels.registry import KernelCase, kernel_case
 from dflash_graph.models.pair import ModelPair, preset_pair
@@ -20,6 +21,18 @@ def node_case(graph: Graph, node: Node, choices: Choices | None = None) -> Kerne
     return kernel_case(
         node.op, graph.specs(node), node.attributes, choices=choices, model_dtype=graph.key.dtype
     )
+
+
+def required_case(graph: Graph, node: Node, choices: Choices | None = None) -> KernelCase:
+    """The kernel of a node; raises OptionError where it has no template."""
+    case = node_case(graph, node, choices)
+    if case is None:
+        raise OptionError(
+            f"lowering: {node.name} ({node.op}) has no Triton kernel for "
+            f"{', '.join(f'{name}={value}' for name, value in node.attributes.items()) or 'it'}; "
+            "use 'eager' or 'inductor'"
+        )
+    return case
 
 
 def kernel_cases(

@@ -52,6 +52,7 @@ register(
         op="head_scores",
         holes=_holes,
         choose=_choice,
+        rows=_rows,
         scalars=("multiplier", "softcap"),
         # Without tiles it is prefill's product over all rows, a library call.
         takes=lambda n: n.tiled,
@@ -62,6 +63,7 @@ register(
         op="head_argmax",
         holes=lambda n: {**_holes(n), "skip": n.skip},
         choose=_choice,
+        rows=_rows,
         scalars=("public_vocab", "multiplier", "softcap"),
         workspace=_key_bytes,
     )
@@ -71,6 +73,7 @@ register(
         op="head_topk",
         holes=lambda n: {**_holes(n), "skip": n.skip, "top_k": n.top_k},
         choose=_choice,
+        rows=_rows,
         scalars=("public_vocab", "multiplier", "softcap"),
         # A program of the second launch holds the scores of top_k tiles.
         takes=lambda n: n.top_k <= 64,

@@ -90,6 +90,7 @@ class Kernel:
         template: the template's name; the op's by default.
         scalars: attributes that `launch` takes as data.
         takes: whether the template computes a call of these sizes.
+        rows: of a call, by which its row tile goes; B W by default.
         workspace: bytes of scratch of a call.
         typed: the template has a `dtype` hole.
     """
@@ -100,6 +101,7 @@ class Kernel:
     template: str = ""
     scalars: tuple[str, ...] = ()
     takes: Callable[[Sizes], bool] = field(default=lambda n: True)
+    rows: Callable[[Sizes], int] = field(default=lambda n: n.get("B", 1) * n.get("W", 1))
     workspace: Callable[[Sizes, Choice], int] = field(default=lambda n, choice: 0)
     typed: bool = True
 
@@ -123,6 +125,11 @@ def registered(op: str) -> Kernel:
 def row_bucket(rows: int) -> int:
     """The row tile for a number of rows: the smallest that holds them, else the largest."""
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
+
+
+def row_tile(op: str, sizes: Sizes) -> int:
+    """The row tile of a call, by which what was measured is looked up."""
+    return row_bucket(_KERNELS[op].rows(sizes))
 
 
 def kernel_ops() -> tuple[str, ...]:
@@ -196,8 +203,7 @@ def kernel_case(
     if not kernel.takes(sizes):
         return None
     if choice is None:
-        rows = row_bucket(sizes.get("B", 1) * sizes.get("W", 1))
-        choice = device_choice(op, sizes, dtype, rows, choices)
+        choice = device_choice(op, sizes, dtype, row_tile(op, sizes), choices)
     else:
         choice = completed_choice(choice, op, sizes, dtype)
     holes = {**kernel.holes(sizes), **choice.tiles, "pdl": choice.pdl}

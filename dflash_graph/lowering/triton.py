@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dflash_graph.errors import GraphError, OptionError
+from dflash_graph.errors import GraphError
 from dflash_graph.graph import Graph, Node
-from dflash_graph.kernels import node_case
+from dflash_graph.kernels import required_case
 from dflash_graph.lowering.segment import Launch, Segment
 from dflash_graph.passes.schedule import Schedule
 
@@ -41,11 +41,7 @@ def bind_kernel(
     schedule: Schedule, node: Node, tensors: Mapping[str, Tensor], workspace: Tensor | None
 ) -> Callable[[], None]:
     """A launch of the node's kernels with everything resolved."""
-    case = node_case(schedule.graph, node, schedule.choices)
-    if case is None:
-        raise OptionError(
-            f"lowering: {node.name} ({node.op}) has no Triton kernel; use 'eager' or 'inductor'"
-        )
+    case = required_case(schedule.graph, node, schedule.choices)
     bound: dict[str, Any] = {
         argument: tensors[names] if isinstance(names, str) else [tensors[name] for name in names]
         for argument, names in node.inputs.items()

@@ -156,14 +156,16 @@ def declare_pass(
     if inputs.embeddings is not None:
         given = {"given": inputs.embeddings, "replaced": inputs.replaced}
         x = g.call("replace_embeddings", x=x, **given)
-    rotary = g.call(
-        "rotary_table",
-        "rotary",
-        positions=inputs.positions,
-        rotary_half=attention.rotary_dim // 2,
-        theta=attention.rope_theta,
-        sections=target.mrope_section,
-    )
+    rotary: tuple[Value, Value] | None = None
+    if "full_attention" in target.layer_types:
+        rotary = g.call(
+            "rotary_table",
+            "rotary",
+            positions=inputs.positions,
+            rotary_half=attention.rotary_dim // 2,
+            theta=attention.rope_theta,
+            sections=target.mrope_section,
+        )
     kept: dict[int, Value] = {}
     records: dict[int, Records] = {}
     for layer, kind in enumerate(target.layer_types):
@@ -221,10 +223,11 @@ def _gated_attention(
     layer: int,
     n: Value,
     inputs: TargetInputs,
-    rotary: tuple[Value, Value],
+    rotary: tuple[Value, Value] | None,
     *,
     tiled: bool,
 ) -> Value:
+    assert rotary is not None, "a layer with full attention turns its heads"
     a, module = target.attention, f"layers.{layer}.self_attn"
     packed = (2 * a.q_heads + 2 * a.kv_heads) * a.head_dim
     qkv = _project(

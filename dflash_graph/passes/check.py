@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash_graph.errors import GraphError
-from dflash_graph.graph import Graph
+from dflash_graph.graph import Graph, Value
 
 
 def check(graph: Graph) -> Graph:
@@ -44,12 +44,19 @@ def check_segments(segments: Sequence[Graph]) -> Sequence[Graph]:
     """Check the segments of a round and that each retained value is kept for somebody.
 
     Raises:
-        GraphError: as `check`, or a segment reads a retained value that no earlier one writes with
-            that spec.
+        GraphError: as `check`, a segment reads a retained value that no earlier one writes with
+            that spec, or two mean different inputs, weights or states by one name.
     """
     written: dict[str, Graph] = {}
+    shared: dict[str, tuple[Value, Graph]] = {}
     for graph in segments:
         check(graph)
+        for value in graph.by_role("input", "weight", "state"):
+            first, where = shared.setdefault(value.name, (value, graph))
+            if first != value:
+                raise GraphError(
+                    f"{value.role} {value.name!r}: {where.key} has {first}, {graph.key} has {value}"
+                )
         for value in graph.by_role("retained"):
             if graph.producer(value.name) is not None:
                 written[value.name] = graph

@@ -277,11 +277,13 @@ def _rings(rewrite: Rewrite) -> None:
 
 def _commit(rewrite: Rewrite) -> None:
     """gdn_fold conv_history_commit, in every layer."""
-    folds = rewrite.left("gdn_fold")
-    moves = {node.region: node for node in rewrite.left("conv_history_commit")}
-    if not folds or {fold.region for fold in folds} != moves.keys():
+    folds, moves = rewrite.left("gdn_fold"), rewrite.left("conv_history_commit")
+    by_region = {move.region: move for move in moves}
+    shared = {(_one(node, "slots"), _one(node, "committed")) for node in (*folds, *moves)}
+    is_paired = len(folds) == len(by_region) and {fold.region for fold in folds} == by_region.keys()
+    if len(shared) != 1 or len(moves) != len(folds) or not is_paired:
         return
-    pairs = [(fold, moves[fold.region]) for fold in folds]
+    pairs = [(fold, by_region[fold.region]) for fold in folds]
     lists = {
         "columns": tuple(_one(move, "columns") for _, move in pairs),
         "k": tuple(_one(fold, "k") for fold, _ in pairs),

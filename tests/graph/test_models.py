@@ -16,7 +16,7 @@ from dflash_graph.geometry import (
     TargetGeometry,
     layer_indices,
 )
-from dflash_graph.graph import Graph, Value
+from dflash_graph.graph import Backend, Graph, Value
 from dflash_graph.models.pair import ModelPair
 from dflash_graph.models.qwen3_5 import record_specs
 from dflash_graph.models.round import (
@@ -282,19 +282,31 @@ def test_state_of_the_35b() -> None:
 
 
 def test_records_of_a_column(large_dflash2_pair: ModelPair) -> None:
-    assert record_bytes(large_dflash2_pair.target, "bfloat16") == 1_787_904
-    assert record_bytes(MOE_35B, "bfloat16") == 867_840
+    """Of the graphs as declared what the specification states; kernels keep corrections, float32,
+    in the place of v and beta."""
+    sizes = {}
+    backends: tuple[Backend, ...] = ("eager", "inductor", "triton")
+    for backend in backends:
+        declared = declare_round(large_dflash2_pair, backend, draft_tokens=3, batch=2)
+        sizes[backend] = record_bytes(declared.finish)
+    gdn = large_dflash2_pair.target.gdn
+    assert gdn is not None
+    more = 48 * (gdn.value_heads * gdn.value_dim * (4 - 2) - gdn.value_heads * 4)
+    assert sizes == {"eager": 1_787_904, "inductor": 1_787_904, "triton": 1_787_904 + more}
+    declared_35b = record_specs(MOE_35B, "bfloat16", batch=1, columns=1)
+    assert sum(spec.nbytes() for spec in declared_35b.values()) == 867_840
 
 
 @pytest.mark.parametrize(("batch", "draft_tokens"), [(1, 0), (1, 7), (8, 15)])
 def test_a_graph_keeps_records_features_and_hidden_only(
     large_pair: ModelPair, batch: int, draft_tokens: int
 ) -> None:
-    forward = declare_round(large_pair, "eager", draft_tokens=draft_tokens, batch=batch).forward
+    declared = declare_round(large_pair, "eager", draft_tokens=draft_tokens, batch=batch)
+    forward = declared.forward
     assert large_pair.draft
     features = len(large_pair.draft.target_layer_ids) if draft_tokens else 0
     row = large_pair.target.hidden * 2
-    column = record_bytes(large_pair.target, "bfloat16") + (features + 1) * row
+    column = record_bytes(declared.finish) + (features + 1) * row
     kept = sum(value.spec.nbytes() for value in forward.by_role("retained"))
     assert kept == batch * (draft_tokens + 1) * column
 
