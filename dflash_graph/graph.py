@@ -36,7 +36,8 @@ class GraphKey:
     """What a graph is built for.
 
     Args:
-        segment: ``"forward"``, ``"finish"``, ``"prefill"`` or ``"first_token"``.
+        segment: ``"forward"``, ``"finish"``, ``"prefill"``, ``"first_token"`` or ``"catch_up"``;
+            ``"state"`` where only pools are declared.
         backend: the lowering it is meant for.
         draft_tokens: K; 0 is plain decoding.
         batch: B, requests, exact.

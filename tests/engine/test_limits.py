@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 import dflash_graph as dg
+from dflash_graph.geometry import target_geometry_from_config
+from dflash_graph.lowering.schedules import lowered
+from dflash_graph.models.pair import ModelPair
+from dflash_graph.models.round import declare_round
+from dflash_graph.profiles import load_preset
 
 Load = Callable[..., dg.Engine]
 
@@ -113,3 +118,21 @@ def test_end_of_sequence(lab: Any, tmp_path: Path) -> None:
         stopped, full = engine.generate([case.prompts[0]] * 2, params)
     assert (stopped.token_ids, stopped.finish_reason) == (case.greedy[0][:end], "stop")
     assert (full.token_ids, full.finish_reason) == (case.greedy[0], "length")
+
+
+def test_a_target_without_full_attention() -> None:
+    """Nothing of it has positions or pages; a request in company is as alone."""
+    config = dict(load_preset("demo-dflash")["target"], num_hidden_layers=3)
+    del config["layer_types"]
+    geometry = target_geometry_from_config(config, "config.json")
+    assert set(geometry.layer_types) == {"linear_attention"}
+    options = dg.EngineOptions(device="cpu", lowering="eager", max_batch=2, max_context=64)
+    model = dg.Model.random(ModelPair(geometry), options)
+    params = dg.SamplingParams(max_new_tokens=6, ignore_eos=True)
+    prompts = [[1, 2, 3], [5]]
+    with dg.Engine(dg.compile_rounds(model, options)) as engine:
+        together = engine.generate(prompts, params)
+        assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
+    for backend in ("inductor", "triton"):
+        for graph in declare_round(model.pair, backend, draft_tokens=0, batch=2).segments:
+            lowered(graph)

@@ -125,6 +125,11 @@ def test_an_op_with_state_effects_only_returns_nothing() -> None:
             r"^a\.x: reads 'z', which no earlier node writes$", id="reading what comes later",
         ),
         pytest.param(
+            [norm_node("a", "r", "y"), norm_node("b", "x", "r")],
+            values("y", r=Value("r", X, "retained")),
+            r"^a\.x: reads 'r', which no earlier node writes$", id="retained later",
+        ),
+        pytest.param(
             [norm_node("a", "x", "y"), norm_node("a", "y", "z")], values("y", "z"),
             r"^a: two nodes have this name", id="duplicate name",
         ),

@@ -99,6 +99,24 @@ def test_a_retained_value_needs_an_earlier_writer() -> None:
         check_segments((finish(y), graph))
 
 
+@pytest.mark.parametrize("role", ["input", "weight", "state"])
+def test_segments_mean_the_same_by_a_name(role: str) -> None:
+    """An executor binds one tensor to it."""
+    graph, y = forward()
+    g = GraphBuilder(FINISH)
+    hidden = g.retained(y)
+    if role == "weight":
+        weight = g.weight("x", ("target/x",), (8,))
+        g.output(g.call("rms_norm", "norm", x=hidden, weight=weight, eps=1e-6, offset=True))
+    else:
+        slots = g.input("x" if role == "input" else "slots", (1,))
+        state = g.state("x" if role == "state" else "state", ("slots", 8))
+        where = {"continuation": state, "slots": slots, "committed": slots}
+        g.call("stage_hidden", hidden=hidden, **where)
+    with pytest.raises(GraphError, match=rf"^{role} 'x': forward .* has .* finish .* has "):
+        check_segments((graph, g.build()))
+
+
 def test_a_retained_value_keeps_its_spec() -> None:
     graph, y = forward()
     other = Value(y.name, type(y.spec)((1, 2, 9), "float32"), y.role)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dflash_graph.delta_rule import delta_rule
+from dflash_graph.errors import GraphError
 from dflash_graph.geometry import read_draft_geometry, read_target_geometry
 from dflash_graph.graph import Backend, Graph, GraphBuilder, GraphKey, Node, Value
 from dflash_graph.models.pair import ModelPair
@@ -116,7 +118,7 @@ def delta_net(g: GraphBuilder, x: Value) -> None:
     g.output(product(g, "out", normed))
 
 
-def attention(g: GraphBuilder, x: Value) -> None:
+def attention(g: GraphBuilder, x: Value, *, shares_pages: bool = False) -> None:
     heads = {"q_heads": 2, "kv_heads": 1, "head_dim": 4}
     qkv = product(g, "qkv", x, 24)
     norms = {n: g.weight(n, (f"target/{n}",), (4,)) for n in ("q_norm", "k_norm")}
@@ -127,11 +129,14 @@ def attention(g: GraphBuilder, x: Value) -> None:
     place = {n: g.input(n, (B,)) for n in ("start", "live")}
     place["page_table"] = g.input("page_table", (B, 3))
     g.call("append_kv", "append", k=k, v=v, **pages, **place)
+    if shares_pages:
+        other = g.input("other", (B, W, 2, 4), "float32")
+        g.output(g.call("paged_attention", "shares", q=other, **pages, **place))
     o = g.call("paged_attention", "attention", q=q, **pages, **place)
     g.output(product(g, "o", g.call("attention_gate", "gate", o=o, qkv=qkv, **heads)))
 
 
-def rings(g: GraphBuilder, x: Value) -> None:
+def rings(g: GraphBuilder, x: Value, *, read_between: bool = False) -> None:
     turns = {n: g.input(n, (B, W, 2), "float32") for n in ("cos", "sin")}
     place = {n: g.input(n, (B,)) for n in ("slots", "start", "live")}
     heads = {"kv_heads": 1, "head_dim": 4, "rotary_half": 2, "eps": 1e-6}
@@ -144,12 +149,20 @@ def rings(g: GraphBuilder, x: Value) -> None:
             shape = ("slots", 5, 1, 4)
             keys, values = (g.state(f"{n}_ring.{layer}", shape) for n in "kv")
             g.call("ring_append", "append", k=k, v=v, k_ring=keys, v_ring=values, **place)
+            if read_between:
+                q, n = (g.input(f"{m}.{layer}", (B, W, 1, 4), "float32") for m in "qn")
+                block = {"q": q, "k": n, "v": n, "frontier": place["start"], "live": place["live"]}
+                rings = {"k_ring": keys, "v_ring": values, "slots": place["slots"]}
+                g.output(g.call("ring_block_attention", "read", **block, **rings, causal=False))
 
 
-def commit(g: GraphBuilder, x: Value) -> None:
-    where = {n: g.input(n, (B,)) for n in ("slots", "committed")}
+def commit(
+    g: GraphBuilder, x: Value, *, regions: str = "part.{}", counts: str = "committed"
+) -> None:
     for layer in range(2):
-        with g.region(f"part.{layer}"):
+        where = {n: g.input(n.format(layer), (B,)) for n in ("slots", counts)}
+        where["committed"] = where.pop(counts)
+        with g.region(regions.format(layer)):
             shapes = {"k": (1, 4), "v": (2, 3), "beta": (2,), "g": (2,)}
             records = {
                 n: g.input(f"{n}.{layer}", (B, W, *shape), "float32") for n, shape in shapes.items()
@@ -262,6 +275,22 @@ def test_a_pattern_becomes_one_op(pattern: str) -> None:
     for role in ("input", "state", "retained", "output"):
         assert others(found.by_role(role)) == others(graph.by_role(role)), role
     assert combine(found) is found
+
+
+def test_a_state_is_found_as_it_was_left() -> None:
+    """By nodes that no pattern knows of, too: a rewrite that would change that is an error."""
+    for declare, name in (
+        (partial(rings, read_between=True), "context.0/read"),
+        (partial(attention, shares_pages=True), "shares"),
+    ):
+        with pytest.raises(GraphError, match=rf"verify/layer\.0/{name}.*side by side"):
+            combine(declared(declare))
+
+
+@pytest.mark.parametrize("changes", [{"regions": "all"}, {"counts": "committed.{}"}])
+def test_layers_that_commit_apart_stay_apart(changes: dict[str, str]) -> None:
+    graph = declared(partial(commit, **changes))
+    assert combine(graph) is graph
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

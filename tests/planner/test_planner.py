@@ -207,6 +207,16 @@ def test_an_input_that_is_read_again_keeps_its_buffer() -> None:
     assert [buffer.values for buffer in found.buffers] == [("first",), ("twice", "later")]
 
 
+def test_an_input_that_is_read_twice_in_its_last_step_keeps_its_buffer() -> None:
+    """Written row by row, the result would meet rows of the other argument."""
+    g = GraphBuilder(GraphKey("forward", "eager", 0, 1, 2, "float32"))
+    x = g.input("x", (1, 2, 8), "float32")
+    first = g.call("residual_add", "first", x=x, y=x)
+    g.retain(g.call("residual_add", "twice", x=first, y=first))
+    found = plan([schedule(g.build())])
+    assert sorted(buffer.values for buffer in found.buffers) == [("first",), ("twice",)]
+
+
 def test_a_retained_value_gives_its_buffer_to_nobody() -> None:
     """Also not to the very last step of its segment, where its life would seem to end."""
     g = GraphBuilder(GraphKey("forward", "eager", 0, 1, 2, "float32"))
@@ -247,6 +257,21 @@ def test_two_segments_store_no_value_of_one_name() -> None:
     graph = g.build()
     with pytest.raises(PlanError, match="residual_add: two segments store a value of this name"):
         plan([schedule(graph), schedule(graph)])
+
+
+def test_two_segments_have_no_workspace_of_one_name() -> None:
+    schedules = []
+    for segment in ("forward", "finish"):
+        g = GraphBuilder(GraphKey(segment, "triton", 0, 1, 2, "float32"))
+        slots = g.input("slots", (1,))
+        hidden = g.input("hidden", (1, 2, 8), "float32")
+        state = g.state("state", ("slots", 8))
+        where = {"continuation": state, "slots": slots, "committed": slots}
+        g.call("stage_hidden", "stage", hidden=hidden, **where)
+        schedules.append(replace(schedule(g.build()), workspace=(4096,)))
+    with pytest.raises(PlanError, match=r"stage .*two segments have a node of this name"):
+        plan(schedules)
+    assert plan([replace(schedules[0], workspace=(0,)), schedules[1]]).arena_bytes == 4096
 
 
 def test_workspace_lives_in_its_step_only() -> None:

@@ -64,6 +64,31 @@ def test_row_buckets() -> None:
     assert [row_bucket(n) for n in rows] == expected
 
 
+def test_what_was_measured_is_looked_up_by_the_rows_of_the_op() -> None:
+    """A draft's head leaves out the anchor's column, and so often a row tile."""
+    (choices,) = (found for found in shipped_choices() if found.device == "NVIDIA H200")
+    (entry,) = (e for e in choices.entries if e.op == "head_topk")
+    stages = dict(entry.num_stages)
+    assert len(set(stages.values())) > 1
+    attributes = dict(entry.sizes)
+    vocab, hidden = attributes.pop("V"), attributes.pop("H")
+    law = {"skip": 1, "public_vocab": vocab, "multiplier": 1.0, "softcap": 0.0, **attributes}
+    seen = set()
+    for batch in range(1, 9):
+        for columns in range(2, 17):
+            specs = {
+                "x": TensorSpec((batch, columns, hidden), "bfloat16"),
+                "weight": TensorSpec((vocab, hidden), "bfloat16"),
+            }
+            case = kernel_case("head_topk", specs, law, choices=choices)
+            assert case is not None
+            tile = int(dict(case.holes)["BLOCK_R"])
+            assert tile == row_bucket(batch * (columns - 1))
+            seen.add(tile)
+            assert case.num_stages == stages.get(tile, case.num_stages)
+    assert seen == {16, 32, 64, 128}
+
+
 def test_every_template_belongs_to_an_op_and_the_reverse() -> None:
     stated = {name: template_info(name).ops for name in template_names()}
     for ops in stated.values():
