@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from dflash_graph import demo
     from dflash_graph.contexts import Checkpoint
-    from dflash_graph.engine import Engine
+    from dflash_graph.engine import Engine, Stream
     from dflash_graph.errors import (
         CheckpointError,
         ConfigError,
@@ -64,6 +64,7 @@ __all__ = [
     "SamplingParams",
     "ShapeError",
     "Statistics",
+    "Stream",
     "__version__",
     "compile_rounds",
     "declare_prefill",
@@ -86,6 +87,7 @@ _MODULES: Final = {
     "Rounds": "rounds",
     "SamplingParams": "options",
     "Statistics": "statistics",
+    "Stream": "engine",
     "compile_rounds": "rounds",
     "declare_prefill": "models.round",
     "declare_round": "models.round",

@@ -463,8 +463,8 @@ class Stream(Iterator[Event]):
         >>> with dg.Engine.demo(options) as engine:
         ...     with engine.stream(engine.submit("import os\\n")) as stream:
         ...         first = next(stream)
-        >>> len(first.token_ids), first.finish_reason, stream.request.finish_reason
-        (1, None, 'cancelled')
+        >>> first.finish_reason, stream.request.finish_reason
+        (None, 'cancelled')
     """
 
     def __init__(self, engine: Engine, request: Request) -> None:
