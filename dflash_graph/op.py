@@ -38,17 +38,17 @@ class Argument:
         dtype: a dtype name, or ``"model"`` for the graph's model dtype.
         kind: ``"tensor"`` (activation or frame field), ``"weight"`` or ``"state"``.
         updates: for state: the op changes it in place.
-        many: the argument is a list of tensors of this shape.
+        many: of a list of tensors of this shape, the attribute that says how many; empty for one.
     """
 
     shape: str
     dtype: str = MODEL_DTYPE
     kind: ArgumentKind = "tensor"
     updates: bool = False
-    many: bool = False
+    many: str = ""
 
 
-def tensor(shape: str, dtype: str = MODEL_DTYPE, *, many: bool = False) -> Argument:
+def tensor(shape: str, dtype: str = MODEL_DTYPE, *, many: str = "") -> Argument:
     """An activation, or a list of them."""
     return Argument(shape, dtype, many=many)
 
@@ -143,6 +143,8 @@ class Op:
             assert self.outputs[output].dtype == self.inputs[source].dtype, (self.name, output)
         for argument in (*self.reads, *self.writes):
             assert argument in self.inputs, (self.name, argument)
+        for name, entry in self.inputs.items():
+            assert not entry.many or self.attributes[entry.many] is int, (self.name, name)
         _OPS[self.name] = self
         _register(self)
 
@@ -186,11 +188,17 @@ class Op:
         symbols = Symbols(where, numbers)
         for name, argument in self.inputs.items():
             given = specs[name]
-            if argument.many is isinstance(given, TensorSpec):
+            if bool(argument.many) is isinstance(given, TensorSpec):
                 raise ShapeError(
                     f"{where}.{name}: expected {'a list' if argument.many else 'one tensor'}"
                 )
-            for spec in (given,) if isinstance(given, TensorSpec) else given:
+            each = (given,) if isinstance(given, TensorSpec) else given
+            if argument.many and len(each) != attributes[argument.many]:
+                raise ShapeError(
+                    f"{where}.{name}: expected {attributes[argument.many]} tensors "
+                    f"({argument.many}), got {len(each)}"
+                )
+            for spec in each:
                 symbols.bind(name, argument.shape, spec.shape)
                 expected = argument.dtype
                 if expected == MODEL_DTYPE:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dflash_graph.errors import ShapeError
 from dflash_graph.op import Argument, Op, Sizes, ints, tensor
 from dflash_graph.ops import context_kv, ring_append
 
@@ -41,9 +40,6 @@ def reference(
     rotary_half: int,
     eps: float,
 ) -> None:
-    counts = {len(given) for given in (weights, k_norms, k_rings, v_rings)}
-    if counts != {layers}:
-        raise ShapeError(f"context_rings: expected {layers} layers, got {sorted(counts)}")
     heads = {"kv_heads": kv_heads, "head_dim": head_dim, "rotary_half": rotary_half}
     for weight, norm, k_ring, v_ring in zip(weights, k_norms, k_rings, v_rings, strict=True):
         k, v = context_kv.reference(c, weight, norm, cos, sin, eps=eps, tiled=True, **heads)
@@ -55,15 +51,15 @@ def _stored(n: Sizes) -> int:
 
 
 def _many_rings() -> Argument:
-    return Argument("slots window kv_heads head_dim", kind="state", updates=True, many=True)
+    return Argument("slots window kv_heads head_dim", kind="state", updates=True, many="layers")
 
 
 OP = Op(
     name="context_rings",
     inputs={
         "c": tensor("B W H"),
-        "weights": Argument("2*kv_heads*head_dim H", kind="weight", many=True),
-        "k_norms": Argument("head_dim", kind="weight", many=True),
+        "weights": Argument("2*kv_heads*head_dim H", kind="weight", many="layers"),
+        "k_norms": Argument("head_dim", kind="weight", many="layers"),
         "cos": tensor("B W rotary_half", "float32"),
         "sin": tensor("B W rotary_half", "float32"),
         "k_rings": _many_rings(),

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dflash_graph.delta_rule import replay
-from dflash_graph.errors import ShapeError
 from dflash_graph.op import Argument, Op, Sizes, ints, tensor
 from dflash_graph.ops import conv_history_commit
 
@@ -37,10 +36,6 @@ def reference(
     *,
     layers: int,
 ) -> None:
-    lists = (columns, k, u, g, states, histories)
-    for name, tensors in zip(OP.inputs, lists, strict=False):
-        if len(tensors) != layers:
-            raise ShapeError(f"gdn_commit.{name}: expected {layers} tensors, got {len(tensors)}")
     for key, correction, decay, state in zip(k, u, g, states, strict=True):
         replay(key, correction, decay, state, slots, committed)
     for x, history in zip(columns, histories, strict=True):
@@ -63,12 +58,12 @@ def _kept(n: Sizes) -> int:
 OP = Op(
     name="gdn_commit",
     inputs={
-        "columns": tensor("B W C", many=True),
-        "k": tensor("B W Hk Dk", many=True),
-        "u": tensor("B W Hv Dv", "float32", many=True),
-        "g": tensor("B W Hv", "float32", many=True),
-        "states": Argument("slots Hv Dv Dk", "float32", kind="state", updates=True, many=True),
-        "histories": Argument("slots depth C", kind="state", updates=True, many=True),
+        "columns": tensor("B W C", many="layers"),
+        "k": tensor("B W Hk Dk", many="layers"),
+        "u": tensor("B W Hv Dv", "float32", many="layers"),
+        "g": tensor("B W Hv", "float32", many="layers"),
+        "states": Argument("slots Hv Dv Dk", "float32", kind="state", updates=True, many="layers"),
+        "histories": Argument("slots depth C", kind="state", updates=True, many="layers"),
         "slots": ints("B"),
         "committed": ints("B"),
     },

@@ -15,19 +15,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dflash_graph.errors import ShapeError
 from dflash_graph.op import Op, tensor
 
 
 def reference(features: Sequence[Tensor], *, blocks: int) -> Tensor:
-    if len(features) != blocks:
-        raise ShapeError(f"join_features.features: expected {blocks} tensors, got {len(features)}")
     return torch.cat(tuple(features), -1)
 
 
 OP = Op(
     name="join_features",
-    inputs={"features": tensor("B W H", many=True)},
+    inputs={"features": tensor("B W H", many="blocks")},
     outputs={"out": tensor("B W blocks*H")},
     attributes={"blocks": int},
     reference=reference,

@@ -16,15 +16,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dflash_graph.errors import ShapeError
 from dflash_graph.op import Op, ints, state, tensor
 
 
 def reference(
     features: Sequence[Tensor], pending: Tensor, slots: Tensor, committed: Tensor, *, blocks: int
 ) -> None:
-    if len(features) != blocks:
-        raise ShapeError(f"stage_features.features: expected {blocks} tensors, got {len(features)}")
     hidden = features[0].shape[-1]
     for row, (slot, count) in enumerate(zip(slots.tolist(), committed.tolist(), strict=True)):
         for block, feature in enumerate(features):
@@ -35,7 +32,7 @@ def reference(
 OP = Op(
     name="stage_features",
     inputs={
-        "features": tensor("B W H", many=True),
+        "features": tensor("B W H", many="blocks"),
         "pending": state("slots W blocks*H", updates=True),
         "slots": ints("B"),
         "committed": ints("B"),

@@ -125,7 +125,9 @@ def test_cost_and_contract(rng):
     assert cost.read_bytes == read
     assert cost.write_bytes == 2 * LAYERS * 2 * (2 * WINDOW * 2 * 8)
     assert cost.flops == LAYERS * 16 * 2 * (4 * 8 * 20 + 4 * 8 + 6 * 3)
-    with pytest.raises(ShapeError, match=r"context_rings: expected 3 layers, got \[2\]"):
+    with pytest.raises(
+        ShapeError, match=r"context_rings.weights: expected 3 tensors \(layers\), got 2"
+    ):
         OP(**arguments, **(ATTRIBUTES | {"layers": 3}))
     with pytest.raises(ShapeError, match=r"2\*5 channels is wider than a head of 8"):
         wide = spec_of(torch.empty(2, 8, 5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -16,7 +17,7 @@ from dflash_graph.op import Cost, Op, get_op, ints, op_names, tensor, weight
 from dflash_graph.ops.conv_finish import OP as CONV_FINISH
 from dflash_graph.ops.rms_norm import OP as RMS_NORM
 from dflash_graph.ops.stage_features import OP as STAGE_FEATURES
-from dflash_graph.tensor import ITEM_BYTES, MODEL_DTYPE, TensorSpec
+from dflash_graph.tensor import ITEM_BYTES, MODEL_DTYPE, Symbols, TensorSpec
 
 FOLDER = Path(dflash_graph.ops.__path__[0])
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
@@ -41,6 +42,34 @@ def test_docstring_states_the_contract(name: str) -> None:
     heads = [line.split(":")[0] for line in text.splitlines() if line[:1].isupper()]
     for head in ("Math", "Shapes", "Numeric", "Effects", "Source"):
         assert head in heads, f"{head}: is missing; there are {heads}"
+
+
+LISTS = [(op, name) for op in map(get_op, FILES) for name, given in op.inputs.items() if given.many]
+
+
+@pytest.mark.parametrize(("op", "name"), LISTS, ids=[f"{op.name}.{name}" for op, name in LISTS])
+def test_a_list_is_as_long_as_its_attribute_says(op: Op, name: str) -> None:
+    """A graph learns it where the call is declared, not a kernel where it is launched."""
+    count = op.inputs[name].many
+    attributes = {
+        key: 4 if kind is int else 1.0 if kind is float else False
+        for key, kind in op.attributes.items()
+    }
+    attributes |= {count: 3} | ({"rotary_half": 2} if "rotary_half" in attributes else {})
+    sizes = Symbols(op.name, {k: v for k, v in attributes.items() if type(v) is int})
+    names = {c for given in op.inputs.values() for c in re.findall("[A-Za-z_]+", given.shape)}
+    for symbol in names - attributes.keys():
+        sizes.bind("sizes", symbol, (4,))
+    specs = {}
+    for key, given in op.inputs.items():
+        dtype = "float32" if given.dtype == MODEL_DTYPE else given.dtype
+        spec = TensorSpec(sizes.shape(given.shape), dtype)
+        specs[key] = (spec,) * 3 if given.many else spec
+    op.bind(specs, attributes)
+    for wrong in (0, 2, 4):
+        message = rf"^{op.name}\.{name}: expected 3 tensors \({count}\), got {wrong}$"
+        with pytest.raises(ShapeError, match=message):
+            op.bind({**specs, name: specs[name][:1] * wrong}, attributes)
 
 
 @pytest.mark.parametrize("name", FILES)

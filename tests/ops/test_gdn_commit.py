@@ -97,7 +97,9 @@ def test_cost_and_contract(gdn, rng):
     assert cost.read_bytes == 2 * layer + 4 * 4
     assert cost.write_bytes == 2 * (states + 2 * 2 * 3 * 7)
     assert cost.flops == 2 * columns * 4 * (1 + 3 * 60)
-    with pytest.raises(ShapeError, match=r"gdn_commit.columns: expected 3 tensors, got 2"):
+    with pytest.raises(
+        ShapeError, match=r"gdn_commit.columns: expected 3 tensors \(layers\), got 2"
+    ):
         OP(**arguments, layers=3)
     with pytest.raises(ShapeError, match="Hk = 3 must divide Hv = 4"):
         OP(**{**arguments, "k": [torch.zeros(2, 2, 3, 10).bfloat16()] * 2}, layers=2)

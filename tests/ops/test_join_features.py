@@ -41,7 +41,9 @@ def test_traces_as_one_graph(rng: torch.Generator) -> None:
 
 def test_contract(rng: torch.Generator) -> None:
     features = [torch.randn(3, 8, 6, generator=rng).bfloat16() for _ in range(2)]
-    with pytest.raises(ShapeError, match=r"join_features.features: expected 3 tensors, got 2"):
+    with pytest.raises(
+        ShapeError, match=r"join_features.features: expected 3 tensors \(blocks\), got 2"
+    ):
         OP(features=features, blocks=3)
     specs = tuple(spec_of(f) for f in features)
     with pytest.raises(ShapeError, match=r"features: axis 2 .* must be 6 \(H .*\), got 5"):

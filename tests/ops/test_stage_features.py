@@ -55,7 +55,9 @@ def test_contract(rng: torch.Generator) -> None:
     features = [draw(rng, torch.bfloat16, 3, 8, 6) for _ in range(2)]
     pending = draw(rng, torch.bfloat16, 5, 8, 12)
     slots = ints(0, 1, 2)
-    with pytest.raises(ShapeError, match=r"stage_features.features: expected 2 tensors, got 1"):
+    with pytest.raises(
+        ShapeError, match=r"stage_features.features: expected 2 tensors \(blocks\), got 1"
+    ):
         OP(features=features[:1], pending=pending, slots=slots, committed=slots, blocks=2)
     specs = {
         "features": tuple(spec_of(f) for f in features),
@@ -64,7 +66,7 @@ def test_contract(rng: torch.Generator) -> None:
         "committed": spec_of(slots),
     }
     with pytest.raises(ShapeError, match=r"pending: axis 2 .* must be 18 \(blocks\*H\), got 12"):
-        OP.infer(specs, {"blocks": 3})
+        OP.infer(specs | {"features": (spec_of(features[0]),) * 3}, {"blocks": 3})
     with pytest.raises(ShapeError, match="features: expected a list"):
         OP.infer(specs | {"features": spec_of(features[0])}, {"blocks": 2})
     assert OP.infer(specs, {"blocks": 2}) == {}
