@@ -7,16 +7,22 @@ Where none fits, or a node is not in it, a template's default stands; results ar
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
+from math import isfinite
+from reprlib import repr as short
 from typing import Any, Final
 
 from dflash_graph.errors import ProfileError
 from dflash_graph.op import Sizes
 
 SCHEMA: Final = 1
+
+#: Warps that a kernel may have.
+WARPS: Final = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,12 @@ class Entry:
         )
 
 
+#: What an entry and a variation of a document may say, and which evidence is printed as numbers.
+_ENTRY: Final = frozenset(one.name for one in fields(Entry)) - {"source"}
+_VARIATION: Final = frozenset(one.name for one in fields(Variation))
+_MEASURED: Final = frozenset({"winner_us", "incumbent_us", "margin", "noise"})
+
+
 @dataclass(frozen=True)
 class Choices:
     """The choices of one device.
@@ -166,28 +178,77 @@ def parse_choices(text: str, where: str) -> Choices:
     """Read a profile's JSON.
 
     Raises:
-        ProfileError: it is no JSON, of another schema, or lacks a field.
+        ProfileError: it is no JSON, of another schema, lacks a field, or one is out of range.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, parse_float=_finite, parse_constant=_finite)
         if document["schema"] != SCHEMA:
             raise ProfileError(f"{where}: expected schema {SCHEMA}, got {document['schema']!r}")
         versions = dict(document.get("versions") or {})
         entries = tuple(_parse_entry(found, versions, where) for found in document["choices"])
-        device = document["device"]
-        return Choices(device["name"], device["capability"], entries, document["pdl"], where)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        device, pdl = document["device"], document["pdl"]
+        name, capability = device["name"], device["capability"]
+        _require(type(name) is str, f"{where}: device.name", "a text", name)
+        _require(_is_count(capability, 1), f"{where}: device.capability", "such as 90", capability)
+        _require(type(pdl) is bool, f"{where}: pdl", "true or false", pdl)
+        return Choices(name, capability, entries, pdl, where)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProfileError(f"{where}: expected a profile of choices, got {error!r}") from error
 
 
 def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: str) -> Entry:
+    op = found["op"]
+    _require(type(op) is str, f"{where}: op", "a text", op)
+    entry = f"{where}: {op}"
+    _require_fields(found, _ENTRY, entry)
+    _require(type(found["dtype"]) is str, f"{entry}: dtype", "a text", found["dtype"])
+    for name in ("sizes", "versions", "evidence"):
+        given = found.get(name, {})
+        _require(isinstance(given, dict), f"{entry}: {name}", "an object", given)
+    _require_tiles(found["tiles"], f"{entry}: tiles")
+    _require_warps(found["num_warps"], f"{entry}: num_warps")
     stages = {int(rows): count for rows, count in found["num_stages"].items()}
     if not stages:
         raise ValueError("num_stages is empty")
-    variations = {
-        int(rows): Variation(dict(own["tiles"]), own.get("num_warps"))
-        for rows, own in found.get("variations", {}).items()
-    }
+    for rows, count in stages.items():
+        _require(rows > 0, f"{entry}: num_stages", "row tiles of 1 and more", rows)
+        _require(_is_count(count, 1), f"{entry}: num_stages.{rows}", "1 or more", count)
+    pdl, template = found.get("pdl"), found.get("template")
+    _require(pdl is None or type(pdl) is bool, f"{entry}: pdl", "true or false", pdl)
+    _require(template is None or type(template) is str, f"{entry}: template", "a hash", template)
+    for name, value in found.get("versions", versions).items():
+        _require(type(value) is str, f"{entry}: versions.{name}", "a text", value)
+    for name in sorted(_MEASURED & found.get("evidence", {}).keys()):
+        value = found["evidence"][name]
+        is_number = type(value) in (int, float) and abs(value) <= sys.float_info.max
+        _require(is_number, f"{entry}: evidence.{name}", "a number", value)
+    return Entry(
+        op=found["op"],
+        dtype=found["dtype"],
+        sizes=dict(found["sizes"]),
+        tiles=dict(found["tiles"]),
+        num_warps=found["num_warps"],
+        num_stages=stages,
+        variations=_parse_variations(found, entry, where),
+        pdl=found.get("pdl"),
+        template=found.get("template"),
+        versions=dict(found.get("versions", versions)),
+        evidence=dict(found.get("evidence", {})),
+        source=where,
+    )
+
+
+def _parse_variations(found: Mapping[str, Any], entry: str, where: str) -> dict[int, Variation]:
+    variations: dict[int, Variation] = {}
+    for rows, own in found.get("variations", {}).items():
+        place = f"{entry}: variations.{rows}"
+        variation = Variation(dict(own["tiles"]), own.get("num_warps"))
+        _require(int(rows) > 0, place, "row tiles of 1 and more", rows)
+        _require_fields(own, _VARIATION, place)
+        _require_tiles(own["tiles"], f"{place}.tiles")
+        if variation.num_warps is not None:
+            _require_warps(variation.num_warps, f"{place}.num_warps")
+        variations[int(rows)] = variation
     for rows, own in variations.items():
         if not _leaves_sums_alone(own, found["tiles"], found["dtype"]):
             raise ProfileError(
@@ -196,20 +257,44 @@ def _parse_entry(found: Mapping[str, Any], versions: Mapping[str, str], where: s
                 f"features and more, got {dict(own.tiles)} beside {dict(found['tiles'])} in "
                 f"{found['dtype']}"
             )
-    return Entry(
-        op=found["op"],
-        dtype=found["dtype"],
-        sizes=dict(found["sizes"]),
-        tiles=dict(found["tiles"]),
-        num_warps=found["num_warps"],
-        num_stages=stages,
-        variations=variations,
-        pdl=found.get("pdl"),
-        template=found.get("template"),
-        versions=dict(found.get("versions", versions)),
-        evidence=dict(found.get("evidence", {})),
-        source=where,
-    )
+    return variations
+
+
+def _finite(text: str) -> float:
+    """A number of a document; what is none could not be written again."""
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is no finite number")
+    return value
+
+
+def _is_count(value: object, least: int) -> bool:
+    return type(value) is int and value >= least
+
+
+def _require(is_met: bool, where: str, expected: str, found: object) -> None:
+    if not is_met:
+        raise ProfileError(f"{where}: expected {expected}, got {short(found)}")
+
+
+def _require_fields(found: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    unknown = sorted(found.keys() - known)
+    if unknown:
+        raise ProfileError(
+            f"{where}: expected fields of {', '.join(sorted(known))}, got {', '.join(unknown)}"
+        )
+
+
+def _require_tiles(tiles: object, where: str) -> None:
+    if not isinstance(tiles, dict):
+        raise ProfileError(f"{where}: expected an object, got {short(tiles)}")
+    for name, value in tiles.items():
+        _require(_is_count(value, 0), f"{where}.{name}", "0 or more", value)
+
+
+def _require_warps(count: object, where: str) -> None:
+    is_met = type(count) is int and count in WARPS
+    _require(is_met, where, f"one of {', '.join(map(str, WARPS))}", count)
 
 
 def may_vary(tiles: Mapping[str, int], dtype: str) -> bool:

@@ -416,9 +416,12 @@ def update(
             leaves the file alone.
 
     Raises:
-        ProfileError: the file cannot be written, or another writer takes too long.
+        ProfileError: the file cannot be written, is no regular file, or another writer takes too
+            long.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        raise ProfileError(f"{path}: expected a file of choices, got no regular file")
     try:
         with locked(path):
             # Only the holder of the lock writes, so these are of writers that were killed.
@@ -458,9 +461,15 @@ def _replace(
 def write_whole(path: Path, text: str) -> None:
     """Make a file hold a text; readers and a crash see the old one or the new one.
 
+    What a link leads to is written, and a pipe or a device is written to.
+
     Raises:
         OSError: it cannot be written.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
     try:
         with temporary.open("x", encoding="utf-8") as file:
@@ -476,6 +485,21 @@ def write_whole(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def require_place(path: Path) -> None:
+    """Refuse, before the work of making a document is done, where it could not be written.
+
+    Raises:
+        ProfileError: its folder is not there or takes no files, or it is a folder itself.
+    """
+    folder = path.resolve().parent
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    if path.is_dir() or not (is_special or (folder.is_dir() and os.access(folder, os.W_OK))):
+        raise ProfileError(
+            f"{path}: expected a place to write a profile, got "
+            f"{'a folder' if path.is_dir() else f'a folder {folder} that takes no files'}"
+        )
 
 
 def document_text(document: Mapping[str, Any]) -> str:

@@ -117,10 +117,11 @@ class Tuner:
             self._measure(search, explored, more=len(space.depths) * (KEPT + 1))
             refined = space.refine(n, task.dtype, limits, search.best(KEPT))
             self._measure(search, refined)
-            ranked = search.composed()
+            ranked = [found for found in search.composed() if not self._has_failed(task, found)]
             # Row tiles that differ may turn out not to agree: one whose do not is always there.
             alike = [candidate for candidate in ranked if not candidate.own][:1]
-            finalists = list(dict.fromkeys([*ranked[:2], *alike, incumbent]))
+            last = [] if self._has_failed(task, incumbent) else [incumbent]
+            finalists = list(dict.fromkeys([*ranked[:2], *alike, *last]))
             outcomes = self._final(task, finalists)
         except OutOfBudget:
             return Decision(
@@ -191,6 +192,11 @@ class Tuner:
     def _keep(self, task: Task, candidate: Candidate, outcome: Outcome) -> Outcome:
         key = self._key(task, "candidate", candidate.document())
         return self.journal.add(key, outcome, self._about(task, "candidate", candidate))
+
+    def _has_failed(self, task: Task, candidate: Candidate) -> bool:
+        """Whether it is noted as failed: alone, or when a final lost the device by it."""
+        known = self.journal.get(self._key(task, "candidate", candidate.document()))
+        return known is not None and known.status == "failed"
 
     def _final(self, task: Task, finalists: Sequence[Candidate]) -> list[Outcome]:
         """The finalists in turn; known only where the very same were measured together."""

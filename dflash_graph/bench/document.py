@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dflash_graph.bench.floor import floor_bytes, read_ceiling
-from dflash_graph.bench.rounds import RoundTimes, fill_state, measure_round
+from dflash_graph.bench.rounds import RoundTimes, fill_state, measure_round, require_context
 from dflash_graph.errors import OptionError
 from dflash_graph.rounds import Rounds
 
@@ -34,15 +34,12 @@ def bench_document(
         progress: called as ``progress(stage, done, total)``.
 
     Raises:
-        OptionError: there is no CUDA device, or the context does not fit the engine's.
+        OptionError: there is no CUDA device, or the context does not fit the engine's or lies
+            before the first block.
     """
     if not rounds.arena.is_cuda:
         raise OptionError("bench: expected device 'cuda' (rounds are timed on it), got 'cpu'")
-    if context + rounds.columns > rounds.capacities.context:
-        raise OptionError(
-            f"bench: expected a context of at most {rounds.capacities.context - rounds.columns} "
-            f"(max_context less a block), got {context}"
-        )
+    require_context(rounds, context)
     fill_state(rounds)
     ceiling = read_ceiling()
     times = []

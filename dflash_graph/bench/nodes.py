@@ -18,9 +18,8 @@ from typing import Any, Final, Protocol
 import torch
 
 from dflash_graph.bench.floor import read_ceiling
-from dflash_graph.bench.rounds import fill_state, round_frame
+from dflash_graph.bench.rounds import fill_state, require_context, round_frame
 from dflash_graph.bench.timing import captured, interleaved
-from dflash_graph.errors import OptionError
 from dflash_graph.executors import RoundExecutor
 from dflash_graph.kernels import node_case
 from dflash_graph.lowering.segment import Launch
@@ -57,12 +56,7 @@ def time_rounds(
     Raises:
         OptionError: the context does not fit, or lies before the first block.
     """
-    room = rounds.capacities.context - rounds.columns
-    if not rounds.columns <= context <= room:
-        raise OptionError(
-            f"context: expected {rounds.columns}..{room} tokens (a block before it, a block within "
-            f"max_context), got {context}"
-        )
+    require_context(rounds, context)
     fill_state(rounds)
     found = {}
     for done, batch in enumerate(batches):

@@ -52,16 +52,29 @@ def fill_state(rounds: Rounds, seed: int = 0) -> None:
             tensor.normal_(0.0, 0.02 if "gdn_state" in name else 1.0, generator=generator)
 
 
-def round_frame(
-    rounds: Rounds, batch: int, context: int, columns: int | None = None
-) -> dict[str, Any]:
-    """Frame fields of a round of `batch` requests that have processed `context` tokens each.
+def require_context(rounds: Rounds, context: int) -> None:
+    """Refuse tokens before a block that leave no room for a block before them or after.
 
-    Args:
-        columns: live columns; W by default.
+    Raises:
+        OptionError: names what fits.
     """
+    room = rounds.capacities.context - rounds.columns
+    if not rounds.columns <= context <= room:
+        raise OptionError(
+            f"context: expected {rounds.columns}..{room} tokens (a block before it, a block within "
+            f"max_context), got {context}"
+        )
+
+
+def round_frame(rounds: Rounds, batch: int, context: int) -> dict[str, Any]:
+    """Frame fields of a round of `batch` requests that have processed `context` tokens each, the
+    last block of them in the round before.
+
+    Raises:
+        OptionError: the context does not fit, or lies before the first block.
+    """
+    require_context(rounds, context)
     width = rounds.columns
-    live = width if columns is None else columns
     pages = -(-(context + width) // PAGE_SIZE)
     per_request = rounds.capacities.request_pages
     tables = [
@@ -73,12 +86,12 @@ def round_frame(
         "page_table": tables,
         "anchor": [1 + b for b in range(batch)],
         "frontier": [context] * batch,
-        "live_drafts": [live - 1] * batch,
-        "live_columns": [live] * batch,
+        "live_drafts": [width - 1] * batch,
+        "live_columns": [width] * batch,
         "positions": [positions] * 3,
-        "context_frontier": [context - live] * batch,
-        "pending": [live] * batch,
-        "context_positions": [[[context - live + i for i in range(width)]] * batch],
+        "context_frontier": [context - width] * batch,
+        "pending": [width] * batch,
+        "context_positions": [[[context - width + i for i in range(width)]] * batch],
         "draft_positions": [positions],
         "draft_columns": [width] * batch,
         "temperature": [0.0] * batch,

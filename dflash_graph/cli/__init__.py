@@ -8,13 +8,13 @@ from __future__ import annotations
 import errno
 import logging
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
 
 from dflash_graph.cli import autotune, bench, demo, doctor, generate, graph, plan, profile
-from dflash_graph.cli.output import INTERRUPTED, print_error
+from dflash_graph.cli.output import INTERRUPTED, Stdout, StdoutError, print_error
 from dflash_graph.errors import DFlashGraphError
 
 PROGRAM = "dflash-graph"
@@ -84,7 +84,7 @@ def _global(
             "-v",
             count=True,
             show_default=False,
-            help="Log more on stderr; twice: all.",
+            help="Log more on stderr.",
         ),
     ] = 0,
 ) -> None:
@@ -104,12 +104,29 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):
         # Generated text may hold characters that a terminal's encoding lacks.
         getattr(stream, "reconfigure", lambda **_: None)(errors="replace")
+    before, stdout = sys.stdout, Stdout(sys.stdout)
+    sys.stdout = cast(TextIO, stdout)
     try:
-        app(prog_name=PROGRAM)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = _exit_code()
+        # What is buffered may fail only here.
+        sys.stdout.flush()
+    except StdoutError as error:
+        if error.errno != errno.EPIPE:
+            print_error(f"stdout: expected a place to write, got {error.strerror}")
+        stdout.give_up()
+        return 1
     except OSError as error:
         if error.errno != errno.EPIPE:
             raise
         return 1
+    finally:
+        sys.stdout = before
+    return code
+
+
+def _exit_code() -> int:
+    try:
+        app(prog_name=PROGRAM)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,6 +15,7 @@ from dflash_graph.options import MAX_BATCH
 
 if TYPE_CHECKING:
     from dflash_graph.choices import Choices
+    from dflash_graph.profile_store import Layer
 
 NAME: Final = "autotune"
 SHORT: Final = "Measure kernel choices on a GPU, and look after them."
@@ -118,7 +120,10 @@ def show(
         str | None,
         typer.Argument(metavar="PROFILE", help="A file, or one that ships. Default: all."),
     ] = None,
-    device: Device = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only profiles of this device. Default: of all."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show entries, whether each is used, and in what it differs from what runs here."""
@@ -133,11 +138,7 @@ def show(
         is_file = Path(profile).exists()
         layers = (Layer("explicit" if is_file else "shipped", found.source, found),)
     if device is not None:
-        layers = tuple(
-            layer
-            for layer in layers
-            if layer.choices and layer.choices.device.lower() == device.lower()
-        )
+        layers = _of_device(layers, device)
     reports = [layer_report(layer) for layer in layers]
     if as_json:
         print_json({"profiles": reports})
@@ -294,6 +295,21 @@ def _named(name: str) -> Choices:
             f"{name}: expected a file or a profile that ships ({', '.join(shipped)}), got neither"
         )
     return read_profile(name)
+
+
+def _of_device(layers: Sequence[Layer], device: str) -> tuple[Layer, ...]:
+    from dflash_graph.errors import OptionError
+
+    names = {layer.source: layer.choices.device for layer in layers if layer.choices}
+    found = tuple(
+        layer for layer in layers if names.get(layer.source, "").lower() == device.lower()
+    )
+    if not found:
+        known = ", ".join(sorted(map(repr, set(names.values())))) or "none"
+        raise OptionError(
+            f"device: expected one that there are profiles of ({known}), got {device!r}"
+        )
+    return found
 
 
 def _require_device(choices: Choices, identity: Any) -> None:

@@ -35,7 +35,7 @@ def command(
         typer.Option(min=1, max=MAX_BATCH, metavar="N", help="B; repeat for several. Default: 1."),
     ] = None,
     context: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of each request before the round.")
+        int, typer.Option(min=2, metavar="N", help="Tokens of each request before the round.")
     ] = 2048,
     turns: Annotated[int, typer.Option(min=2, metavar="N", help="Rounds that are timed.")] = 30,
     lowering: Annotated[Lowering, typer.Option(help="How nodes run.")] = Lowering.triton,
@@ -60,6 +60,8 @@ def command(
         raise typer.BadParameter("--geometry has no weights: --random-weights goes with it alone")
     if geometry is not None and draft is not None:
         raise typer.BadParameter("--draft goes with --target; a geometry has its own")
+    if context <= draft_tokens:
+        raise typer.BadParameter(f"--context: expected at least {draft_tokens + 1} (a block)")
     batches = sorted(set(batch or [1]))
     from dflash_graph.bench import bench_document, bench_text, require_launches
     from dflash_graph.models.pair import preset_pair

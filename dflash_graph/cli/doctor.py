@@ -83,22 +83,43 @@ def _system() -> Iterator[Check]:
 
 
 def _needed() -> list[str]:
-    """Names of the distributions that this one requires without an extra, as its metadata says."""
-    stated = [line for line in requires("dflash-graph") or [] if "extra ==" not in line]
-    return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in stated]
+    """What this distribution requires without an extra, as its metadata says: rich>=13.7."""
+    return [line for line in requires("dflash-graph") or [] if "extra ==" not in line]
+
+
+def _optional(name: str) -> str:
+    """What an extra requires of a distribution."""
+    stated = [line.partition(";")[0] for line in requires("dflash-graph") or []]
+    return next((line for line in stated if _name(line) == name), name)
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
 def _packages() -> Iterator[Check]:
-    for name in _needed():
-        try:
-            yield Check(name, "ok", version(name))
-        except PackageNotFoundError:
-            yield Check(name, "fail", "not installed; pip install dflash-graph brings it")
+    for requirement in _needed():
+        yield _package(requirement, "fail", "pip install dflash-graph brings it")
     for name, use in _OPTIONAL.items():
-        try:
-            yield Check(name, "ok", version(name))
-        except PackageNotFoundError:
-            yield Check(name, "warn", f"not installed; {use}")
+        yield _package(_optional(name), "warn", use)
+
+
+def _package(requirement: str, lacking: Status, hint: str) -> Check:
+    """A distribution against its lower bound, the only kind of bound that this one states."""
+    name, least = _name(requirement), re.search(r">=\s*([\d.]+)", requirement)
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Check(name, lacking, f"not installed; {hint}")
+    if least is not None and _release(found) < _release(least[1]):
+        return Check(name, lacking, f"{found}; expected at least {least[1]}: {hint}")
+    return Check(name, "ok", found)
+
+
+def _release(stated: str) -> tuple[int, ...]:
+    """The numbers of a version, to compare: 2.11.0+cpu and 2.11 are the same release."""
+    numbers = re.match(r"\d+(?:\.\d+)*", stated)
+    return tuple(map(int, re.sub(r"(\.0+)+$", "", numbers[0]).split("."))) if numbers else ()
 
 
 def _compiler() -> Iterator[Check]:
@@ -131,14 +152,30 @@ def _cuda() -> Iterator[Check]:
 
 
 def _caches() -> Iterator[Check]:
-    """What inductor compiles is kept between runs, where its folder can be written."""
+    """What inductor compiles is kept between runs, where its folder can be written; so are rendered
+    kernels, and what autotune measures.
+    """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    is_writable = there.is_dir() and os.access(there, os.W_OK)
-    hint = "" if is_writable else "; not writable, set TORCHINDUCTOR_CACHE_DIR"
-    yield Check("cache", "ok" if is_writable else "warn", f"{folder}{hint}")
+    from dflash_graph.errors import TemplateError
+    from dflash_graph.profile_store import VARIABLE, user_folder
+    from dflash_graph.rendering import CACHE_VARIABLE, cache_folder
+
+    inductor = "TORCHINDUCTOR_CACHE_DIR"
+    yield _folder("cache", Path(os.environ.get(inductor) or default_cache_dir()), inductor)
+    try:
+        yield _folder("kernels", cache_folder(), CACHE_VARIABLE)
+    except TemplateError as error:
+        yield Check("kernels", "warn", str(error))
+    yield _folder("profiles", user_folder(), VARIABLE)
+
+
+def _folder(name: str, folder: Path, variable: str) -> Check:
+    """Whether a folder can be written, or made where it is not there yet."""
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    is_writable = os.path.isdir(there) and os.access(there, os.W_OK)
+    hint = "" if is_writable else f"; not writable, set {variable}"
+    return Check(name, "ok" if is_writable else "warn", f"{folder}{hint}")
 
 
 def _demo() -> Iterator[Check]:

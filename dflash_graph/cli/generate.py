@@ -18,13 +18,12 @@ from dflash_graph.cli.selection import (
     Causality,
     Device,
     Draft,
-    DraftTokens,
     Dtype,
     Lowering,
     PrefillChunk,
 )
 from dflash_graph.cli.streaming import OrderedText, Run, cancel, facts, follow, submit
-from dflash_graph.options import MAX_BATCH
+from dflash_graph.options import MAX_BATCH, MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from dflash_graph.engine import Engine
@@ -95,7 +94,15 @@ def command(
     seed: Annotated[
         int, typer.Option(min=0, metavar="N", help="Of the first prompt; others count up.")
     ] = 0,
-    draft_tokens: DraftTokens = DEFAULT_DRAFT_TOKENS,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_DRAFT_TOKENS,
+            metavar="N",
+            help=f"K, drafts a round. Default: {DEFAULT_DRAFT_TOKENS}.",
+        ),
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the draft.")] = False,
     max_batch: Annotated[
         int | None,
@@ -144,12 +151,19 @@ def command(
     A single prompt's text is printed as it is committed, several stand in order: texts, then
     files, then ids. Ctrl-C ends the requests and prints what there is.
     """
+    if draft_tokens is not None and draft is None:
+        raise typer.BadParameter(f"--draft-tokens {draft_tokens} needs a draft: give --draft")
     prompts = _prompts(prompt or [], prompt_file or [], ids or [])
+    if plain and draft is not None:
+        # The engine opens no draft then, and would not see that there is none.
+        from dflash_graph.geometry import read_draft_geometry
+
+        read_draft_geometry(draft)
     from dflash_graph.engine import Engine
     from dflash_graph.options import EngineOptions, SamplingParams
 
     options = EngineOptions(
-        draft_tokens=draft_tokens,
+        draft_tokens=draft_tokens or DEFAULT_DRAFT_TOKENS,
         max_batch=max_batch or min(4, len(prompts)),
         device=device.value if device else None,
         dtype=dtype.value if dtype else None,
@@ -243,7 +257,7 @@ def _read_prompts(name: str) -> list[Prompt]:
         raise typer.BadParameter(f"{where}: cannot be read, {reason}") from None
     try:
         loaded = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if name.endswith(".json"):
             raise typer.BadParameter(f"{where}: is not JSON, {error}") from None
         return [text]

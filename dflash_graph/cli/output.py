@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -20,6 +21,54 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 _CONTROL: Final = {
     code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)
 }
+
+
+class StdoutError(OSError):
+    """stdout cannot be written; told apart from failures of other files, which are not its."""
+
+
+class Stdout:
+    """A stream whose failures are `StdoutError`; also where a process was started without one."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def buffer(self) -> Stdout:
+        """click writes there itself where the encoding is ASCII."""
+        return Stdout(self._stream.buffer)
+
+    def write(self, text: Any) -> int:
+        if self._stream is None:
+            raise StdoutError(errno.EBADF, os.strerror(errno.EBADF))
+        with _told_apart():
+            return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            with _told_apart():
+                self._stream.flush()
+
+    def isatty(self) -> bool:
+        return self._stream is not None and bool(self._stream.isatty())
+
+    def give_up(self) -> None:
+        """Lose what was not written, so that the flush at exit does not fail once more."""
+        if self._stream is not None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StdoutError(error.errno, error.strerror) from error
 
 
 def print_json(document: Any) -> None:

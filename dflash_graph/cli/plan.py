@@ -78,7 +78,7 @@ def command(
         max_batch=max_batch,
         prefill_chunk=prefill_chunk,
         capacities=Capacities(max_batch, max_context),
-        choices=select_choices(device_profile),
+        choices=select_choices(device_profile, backend),
     )
     if buffers is not None:
         executor = _executor(memory, buffers)

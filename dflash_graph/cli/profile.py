@@ -15,19 +15,30 @@ Examples:
   dflash-graph profile build --help
   dflash-graph profile show --help"""
 
+#: Name, function, examples, and its line in the list of commands.
 _COMMANDS: Final = (
-    ("build", profile_build.build, profile_build.BUILD),
-    ("what-if", profile_what_if.what_if, profile_what_if.WHAT_IF),
-    ("list", profile_read.list_profiles, profile_read.LIST),
-    ("show", profile_read.show, profile_read.SHOW),
-    ("diff", profile_read.diff, profile_read.DIFF),
-    ("lint", profile_read.lint, profile_read.LINT),
-    ("acceptance", profile_acceptance.acceptance, profile_acceptance.ACCEPTANCE),
-    ("export", profile_read.export, profile_read.EXPORT),
+    ("build", profile_build.build, profile_build.BUILD, "Build one, from configs or rounds."),
+    (
+        "what-if",
+        profile_what_if.what_if,
+        profile_what_if.WHAT_IF,
+        "Memory and floor of other K, trees, B and contexts.",
+    ),
+    ("list", profile_read.list_profiles, profile_read.LIST, "The profiles of a folder."),
+    ("show", profile_read.show, profile_read.SHOW, "Where time and bytes of a round go."),
+    ("diff", profile_read.diff, profile_read.DIFF, "What differs between two."),
+    ("lint", profile_read.lint, profile_read.LINT, "Look for what should not be in one."),
+    (
+        "acceptance",
+        profile_acceptance.acceptance,
+        profile_acceptance.ACCEPTANCE,
+        "How many drafts are accepted, and the best K.",
+    ),
+    ("export", profile_read.export, profile_read.EXPORT, "As a page, a trace or JSON."),
 )
 
 #: The examples of all its commands.
-EPILOG: Final = "\n".join((_OWN, *(examples for _, _, examples in _COMMANDS)))
+EPILOG: Final = "\n".join((_OWN, *(examples for _, _, examples, _ in _COMMANDS)))
 
 app = typer.Typer(
     name=NAME,
@@ -37,8 +48,8 @@ app = typer.Typer(
     epilog=_OWN,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _name, _command, _examples in _COMMANDS:
-    app.command(_name, epilog=_examples)(_command)
+for _name, _command, _examples, _short in _COMMANDS:
+    app.command(_name, short_help=_short, epilog=_examples)(_command)
 
 
 @app.callback()

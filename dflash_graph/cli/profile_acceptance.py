@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -69,13 +70,16 @@ def parse_cost(text: str) -> tuple[int, float]:
     """A cost: K=MS.
 
     Raises:
-        OptionError: it is none.
+        OptionError: it is none, or speeds at it are not finite.
     """
     name, _, value = text.partition("=")
     try:
-        return int(name), float(value)
+        k, ms = int(name), float(value)
     except ValueError:
-        raise OptionError(f"cost: expected K=MS such as 7=6.9, got {text!r}") from None
+        k, ms = 0, float("nan")
+    if not isfinite(ms) or (ms and not isfinite(1e9 / ms)):
+        raise OptionError(f"cost: expected K=MS such as 7=6.9, got {text!r}")
+    return k, ms
 
 
 def _cost_of(path: Path) -> tuple[int, float]:
@@ -98,7 +102,7 @@ def read_counts(path: Path) -> AcceptanceCounts:
         return found
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(f"{path}: expected a profile or records of rounds: {error}") from error
     try:
         return counts_in(document)

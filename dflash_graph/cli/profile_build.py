@@ -23,7 +23,7 @@ from dflash_graph.cli.selection import (
     select_choices,
     select_pair,
 )
-from dflash_graph.errors import OptionError
+from dflash_graph.errors import OptionError, ProfileError
 from dflash_graph.options import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -39,6 +39,17 @@ Examples:
   dflash-graph profile build --preset qwen3.5-27b-dflash2 --backend triton --max-batch 1
   dflash-graph profile build --preset demo-dflash2 --measure --max-batch 1 -o measured.json"""
 
+#: Of TB/s and TFLOP/s, as a profile takes them.
+_MOST: Final = 1e12
+
+
+def finite(value: float | None) -> float | None:
+    """What an option says, where floors are finite by it."""
+    if value is not None and not value <= _MOST:
+        raise typer.BadParameter(f"expected at most {_MOST:g}, got {value}")
+    return value
+
+
 Measured = Annotated[
     bool, typer.Option("--measure", help="Start rounds and time them, node by node.")
 ]
@@ -47,13 +58,20 @@ ReadCeiling = Annotated[
     typer.Option(
         "--ceiling",
         min=1e-6,
+        callback=finite,
         metavar="TB/S",
         help="What memory gives to reads. Default: 4.6, or measured with --measure.",
     ),
 ]
 FlopCeiling = Annotated[
     float | None,
-    typer.Option("--tflops", min=1e-6, metavar="N", help="What arithmetic gives, in TFLOP/s."),
+    typer.Option(
+        "--tflops",
+        min=1e-6,
+        callback=finite,
+        metavar="N",
+        help="What arithmetic gives, in TFLOP/s.",
+    ),
 ]
 Context = Annotated[
     int, typer.Option(min=0, metavar="N", help="Tokens before the block that costs are for.")
@@ -117,6 +135,10 @@ def build(
     name = preset or " with ".join(
         path.resolve().name for path in (target, draft) if path is not None
     )
+    if output is not None:
+        from dflash_graph.profile_store import require_place
+
+        require_place(output)
     if measure:
         profile = _measured(
             pair,
@@ -143,7 +165,7 @@ def build(
     else:
         from dflash_graph.profile.build import declared_profile
 
-        choices = select_choices(device_profile)
+        choices = select_choices(device_profile, backend)
         profile = declared_profile(
             pair,
             backend.value,
@@ -158,7 +180,11 @@ def build(
             resources=_resources(backend, choices) if resources else None,
         )
     if output is not None:
-        profile.save(output)
+        try:
+            profile.save(output)
+        except ProfileError:
+            print_json(profile.model_dump(mode="json"))  # what took minutes to measure
+            raise
     if as_json:
         print_json(profile.model_dump(mode="json"))
         return

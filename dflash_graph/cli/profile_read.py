@@ -306,8 +306,6 @@ def load(path: Path) -> Profile:
 def _executor(profile: Profile, name: str | None) -> ExecutorProfile:
     if name is not None:
         return profile.executor(name)
-    if not profile.executors:
-        raise ProfileError("profile: expected at least one executor, got none")
     return profile.executors[0]
 
 

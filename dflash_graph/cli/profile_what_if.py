@@ -12,7 +12,7 @@ import typer
 
 from dflash_graph.cli.output import AsJson, print_json, write
 from dflash_graph.cli.profile_acceptance import read_counts
-from dflash_graph.cli.profile_build import Context, FlopCeiling, ReadCeiling, ceiling_of
+from dflash_graph.cli.profile_build import Context, FlopCeiling, ceiling_of, finite
 from dflash_graph.cli.selection import (
     DeviceProfile,
     Draft,
@@ -88,7 +88,15 @@ def what_if(
     backend: GraphBackend = Lowering.eager,
     dtype: GraphDtype = Dtype.bfloat16,
     device_profile: DeviceProfile = None,
-    ceiling: ReadCeiling = None,
+    ceiling: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6,
+            callback=finite,
+            metavar="TB/S",
+            help="What memory gives to reads. Default: 4.6.",
+        ),
+    ] = None,
     tflops: FlopCeiling = None,
     acceptance: Annotated[
         Path | None,
@@ -119,7 +127,7 @@ def what_if(
     batches = sorted(set(max_batch or (1, 2, 4, 8)))
     contexts = sorted(set(max_context or (8192,)))
     size = None if memory is None else parse_size(memory)
-    choices = select_choices(device_profile)
+    choices = select_choices(device_profile, backend)
     from dflash_graph.profile import what_if_text as text
     from dflash_graph.profile.acceptance import expected_tokens
     from dflash_graph.profile.what_if import Footprint, scenarios_of
@@ -180,8 +188,10 @@ def parse_size(size: str) -> int:
         OptionError: it is no size.
     """
     found = _SIZE.fullmatch(size.strip())
-    if found is None:
-        raise OptionError(f"memory: expected a size such as 80GB or 141GiB, got {size!r}")
-    unit = (found[2] or "B").upper()
-    base = 1024 if "I" in unit else 1000
-    return int(float(found[1]) * base ** _POWERS[unit.rstrip("B").rstrip("I")])
+    if found is not None:
+        unit = (found[2] or "B").upper()
+        base = 1024 if "I" in unit else 1000
+        nbytes = float(found[1]) * base ** _POWERS[unit.rstrip("B").rstrip("I")]
+        if nbytes < 1 << 63:
+            return int(nbytes)
+    raise OptionError(f"memory: expected a size such as 80GB or 141GiB, got {size!r}")

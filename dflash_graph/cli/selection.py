@@ -81,7 +81,8 @@ DeviceProfile = Annotated[
     typer.Option(
         "--device-profile",
         metavar="NAME",
-        help="Choices of kernels measured on this device, such as 'NVIDIA H200'.",
+        help="With --backend triton: choices of kernels measured on this device, such as "
+        "'NVIDIA H200'.",
     ),
 ]
 PrefillChunk = Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of one prefill pass.")]
@@ -137,11 +138,11 @@ def select_pair(
     return ModelPair(geometry, used, dtype=dtype.value, public_vocab=public_vocab), draft_tokens
 
 
-def select_choices(device: str | None) -> Choices | None:
+def select_choices(device: str | None, backend: Lowering) -> Choices | None:
     """The shipped choices of a device by its name; None: templates' defaults.
 
     Raises:
-        OptionError: no profile of that name ships.
+        OptionError: no profile of that name ships, or the backend has no kernels to choose.
     """
     if device is None:
         return None
@@ -152,4 +153,8 @@ def select_choices(device: str | None) -> Choices | None:
     if device not in found:
         known = ", ".join(map(repr, found))
         raise OptionError(f"device-profile: expected one of {known}, got {device!r}")
+    if backend is not Lowering.triton:
+        raise OptionError(
+            f"device-profile: expected --backend triton (it has kernels), got {backend}"
+        )
     return found[device]

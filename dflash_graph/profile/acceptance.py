@@ -14,6 +14,7 @@ from random import Random
 from typing import Final
 
 from dflash_graph.errors import OptionError, ProfileError
+from dflash_graph.options import MAX_DRAFT_TOKENS
 from dflash_graph.profile.parts import AcceptanceCounts
 from dflash_graph.profile.sampling_statistics import Interval, percentiles, wilson
 from dflash_graph.statistics import RoundRecord, Statistics
@@ -70,7 +71,7 @@ def counts_in(document: object) -> AcceptanceCounts:
     """Counts over every round record in a JSON document, such as `generate --json` prints.
 
     Raises:
-        ProfileError: there is no record of a round in it.
+        ProfileError: there is no record of a round in it, or one that no round makes.
     """
     counts = Statistics.of(_records(document))
     if not counts.rounds:
@@ -94,16 +95,38 @@ def counts_of(statistics: Statistics, ms_per_round: float | None = None) -> Acce
 
 
 def _records(document: object) -> Iterator[RoundRecord]:
-    if isinstance(document, Mapping):
-        if document.keys() >= _RECORD:
-            values = {name: document[name] for name in _RECORD}
-            if all(type(value) is int and value >= 0 for value in values.values()):
-                yield RoundRecord(**values)
-            return
-        document = list(document.values())
-    if isinstance(document, list):
-        for part in document:
-            yield from _records(part)
+    pending = [document]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, Mapping):
+            if found.keys() >= _RECORD:
+                yield _record({name: found[name] for name in RoundRecord._fields})
+                continue
+            found = list(found.values())
+        if isinstance(found, list):
+            pending += reversed(found)
+
+
+def _record(values: Mapping[str, object]) -> RoundRecord:
+    """A record as a round makes it.
+
+    Raises:
+        ProfileError: no round does.
+    """
+    counts = [value for value in values.values() if type(value) is int]
+    if len(counts) == len(values):
+        record = RoundRecord(*counts)
+        if (
+            0 <= record.accepted <= record.proposed <= MAX_DRAFT_TOKENS
+            and record.licensed == record.accepted + 1
+            and 0 <= record.committed <= record.licensed
+        ):
+            return record
+    raise ProfileError(
+        f"acceptance: expected records of rounds with 0 <= accepted <= proposed <= "
+        f"{MAX_DRAFT_TOKENS}, licensed = accepted + 1 and 0 <= committed <= licensed, got "
+        f"{dict(values)}"
+    )
 
 
 def survival(counts: AcceptanceCounts) -> tuple[Survival, ...]:

@@ -8,13 +8,14 @@ it is made of; here it is put together, written and read.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from dflash_graph.errors import ProfileError
+from dflash_graph.options import MAX_DRAFT_TOKENS
 from dflash_graph.profile.parts import (
     AcceptanceCounts,
     Ceiling,
@@ -48,7 +49,7 @@ class Profile(Part):
     schema_version: Literal[1] = VERSION
     identity: Identity
     ceiling: Ceiling
-    executors: tuple[ExecutorProfile, ...]
+    executors: tuple[ExecutorProfile, ...] = Field(min_length=1)
     memory: tuple[MemoryClass, ...] = ()
     startup: tuple[Stage, ...] = ()
     acceptance: AcceptanceCounts | None = None
@@ -82,7 +83,7 @@ class Profile(Part):
         """
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProfileError(f"{where}: expected a profile's JSON, got {error}") from error
         head = (
             (found.get("schema_name"), found.get("schema_version"))
@@ -136,7 +137,20 @@ class Profile(Part):
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ProfileError(f"{path}: expected a profile, got {error}") from error
-        return cls.parse(text, str(path))
+        profile = cls.parse(text, str(path))
+        _require_options(profile.identity.options, f"{path}: identity.options")
+        return profile
+
+
+def _require_options(options: Mapping[str, Any], where: str) -> None:
+    """Options that commands read: lists and costs tell files apart by them."""
+    lowering, k, batch = (options.get(name) for name in ("lowering", "draft_tokens", "max_batch"))
+    if type(lowering) is not str:
+        raise ProfileError(f"{where}: expected lowering, a text, got {lowering!r}")
+    if type(k) is not int or not 0 <= k <= MAX_DRAFT_TOKENS:
+        raise ProfileError(f"{where}: expected draft_tokens in 0..{MAX_DRAFT_TOKENS}, got {k!r}")
+    if type(batch) is not int or batch < 1:
+        raise ProfileError(f"{where}: expected max_batch, 1 or more, got {batch!r}")
 
 
 def _lines(value: Any, indent: str = "", lead: str = "") -> Iterator[str]:

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Bound = Literal["memory", "compute", "latency"]
 Implementation = Literal["eager", "inductor", "triton", "library"]
+
+
+def _require_inverse(value: float) -> float:
+    if 0 < value < 1e-30:
+        raise ValueError(f"expected 0 or at least 1e-30, got {value}")
+    return value
+
+
+#: Numbers and times that sums, ratios and logarithms of stay finite.
+Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Time = Annotated[float, Field(ge=0, le=1e18), AfterValidator(_require_inverse)]
 
 
 class Part(BaseModel):
@@ -24,7 +35,7 @@ class Part(BaseModel):
 class Samples(Part):
     """Repeated measurements of one thing, microseconds, in order of time."""
 
-    values: tuple[float, ...] = Field(min_length=1)
+    values: tuple[Time, ...] = Field(min_length=1)
 
     @property
     def median(self) -> float:
@@ -46,8 +57,8 @@ class DeviceIdentity(Part):
 
     kind: str
     name: str
-    capability: int | None = None
-    memory_bytes: int | None = None
+    capability: Count | None = None
+    memory_bytes: Count | None = None
     driver: str | None = None
 
 
@@ -74,6 +85,17 @@ class Identity(Part):
     options: dict[str, Any]
     choices: str = "default"
 
+    @field_validator("geometry")
+    @classmethod
+    def _has_vocabularies(cls, geometry: dict[str, Any]) -> dict[str, Any]:
+        target = geometry.get("target")
+        if target is not None and not isinstance(target, dict):
+            raise ValueError(f"expected target, an object, got {target!r}")
+        for size in (geometry.get("emitted_vocab"), (target or {}).get("vocab")):
+            if size is not None and type(size) is not int:
+                raise ValueError(f"expected vocabularies, numbers of tokens, got {size!r}")
+        return geometry
+
 
 class Ceiling(Part):
     """What the device's memory and arithmetic give at most.
@@ -84,8 +106,8 @@ class Ceiling(Part):
         source: where the numbers come from.
     """
 
-    read_tb_per_s: float = Field(gt=0)
-    tflop_per_s: float | None = Field(default=None, gt=0)
+    read_tb_per_s: float = Field(ge=1e-6, le=1e12)
+    tflop_per_s: float | None = Field(default=None, ge=1e-6, le=1e12)
     source: Literal["stated", "measured"] = "stated"
 
 
@@ -95,7 +117,7 @@ class ValueFacts(Part):
     name: str
     shape: tuple[int | str, ...]
     dtype: str
-    nbytes: int | None = None
+    nbytes: Count | None = None
     role: str
 
 
@@ -118,9 +140,9 @@ class KernelResources(Part):
     """What one compiled kernel takes: registers a thread, bytes of shared memory and of spills."""
 
     kernel: str
-    registers: int
-    shared_bytes: int
-    spill_bytes: int
+    registers: Count
+    shared_bytes: Count
+    spill_bytes: Count
 
 
 class NodeProfile(Part):
@@ -151,7 +173,7 @@ class NodeProfile(Part):
     name: str
     region: str
     op: str
-    step: int
+    step: Count
     implementation: Implementation
     traced: bool = False
     inputs: tuple[str, ...] = ()
@@ -160,10 +182,10 @@ class NodeProfile(Part):
     config: Config | None = None
     source: str = "default"
     resources: tuple[KernelResources, ...] = ()
-    read_bytes: int
-    write_bytes: int
-    flops: int
-    floor_us: float
+    read_bytes: Count
+    write_bytes: Count
+    flops: Count
+    floor_us: Time
     measured: Samples | None = None
     bound: Bound
 
@@ -187,10 +209,10 @@ class SegmentProfile(Part):
 
     name: str
     graph_hash: str
-    first_step: int
+    first_step: Count
     nodes: tuple[NodeProfile, ...]
     measured: Samples | None = None
-    host_syncs: int | None = None
+    host_syncs: Count | None = None
 
 
 class BufferProfile(Part):
@@ -198,10 +220,10 @@ class BufferProfile(Part):
 
     name: str
     values: tuple[str, ...]
-    offset: int
-    nbytes: int
-    first: int
-    last: int
+    offset: Count
+    nbytes: Count
+    first: Count
+    last: Count
 
 
 class PlanProfile(Part):
@@ -212,11 +234,29 @@ class PlanProfile(Part):
         boundaries: step number at which each segment starts.
     """
 
-    arena_bytes: int
-    lower_bound_bytes: int
+    arena_bytes: Count
+    lower_bound_bytes: Count
     steps: tuple[str, ...]
-    boundaries: tuple[int, ...]
+    boundaries: tuple[Count, ...]
     buffers: tuple[BufferProfile, ...]
+
+    @model_validator(mode="after")
+    def _lies_inside(self) -> PlanProfile:
+        steps = len(self.steps)
+        if any(start > steps for start in self.boundaries):
+            raise ValueError(f"expected boundaries in 0..{steps}, got {list(self.boundaries)}")
+        for found in self.buffers:
+            if not found.first <= found.last < steps:
+                raise ValueError(
+                    f"buffer {found.name!r}: expected first <= last < {steps} steps, got "
+                    f"{found.first} and {found.last}"
+                )
+            if found.offset + found.nbytes > self.arena_bytes:
+                raise ValueError(
+                    f"buffer {found.name!r}: expected an end of at most {self.arena_bytes} (the "
+                    f"arena), got {found.offset + found.nbytes}"
+                )
+        return self
 
 
 class ExecutorProfile(Part):
@@ -235,17 +275,24 @@ class ExecutorProfile(Part):
     """
 
     name: str
-    batch: int
-    columns: int
-    context: int
+    batch: Count
+    columns: Count
+    context: Count
     segments: tuple[SegmentProfile, ...]
     plan: PlanProfile
-    frame_bytes: int
+    frame_bytes: Count
     captured: bool | None = None
-    replays: int | None = None
-    capture_seconds: float | None = None
-    graph_bytes: int | None = None
+    replays: Count | None = None
+    capture_seconds: Time | None = None
+    graph_bytes: Count | None = None
     measured: Samples | None = None
+
+    @field_validator("measured")
+    @classmethod
+    def _takes_time(cls, measured: Samples | None) -> Samples | None:
+        if measured is not None and min(measured.values) <= 0:
+            raise ValueError(f"expected times of rounds above 0, got {min(measured.values)}")
+        return measured
 
     def nodes(self) -> Iterator[NodeProfile]:
         """The nodes of all segments, in running order."""
@@ -285,15 +332,15 @@ class MemoryClass(Part):
     """
 
     name: str
-    planned_bytes: int | None
-    actual_bytes: int | None = None
+    planned_bytes: Count | None
+    actual_bytes: Count | None = None
 
 
 class Stage(Part):
     """A stage of a start-up and its seconds."""
 
     name: str
-    seconds: float
+    seconds: Time
 
 
 class AcceptanceCounts(Part):
@@ -303,9 +350,9 @@ class AcceptanceCounts(Part):
         ms_per_round: wall time of a round, where it was measured.
     """
 
-    rounds: int = Field(ge=0)
-    drafted: int = Field(ge=0)
-    committed: int = Field(ge=0)
-    verified_by_position: tuple[int, ...]
-    accepted_by_position: tuple[int, ...]
-    ms_per_round: float | None = None
+    rounds: Count
+    drafted: Count
+    committed: Count
+    verified_by_position: tuple[Count, ...]
+    accepted_by_position: tuple[Count, ...]
+    ms_per_round: Time | None = None

@@ -503,6 +503,27 @@ def test_a_lost_device_is_an_error_and_its_candidate_is_not_tried_again(
     assert bad not in [candidate for _, candidate in device.asked]
 
 
+@pytest.mark.parametrize("place", ["winner", "incumbent", "runner_up"])
+def test_a_finalist_that_loses_the_device_is_not_tried_again(
+    task: Task, tmp_path: Path, identity: Identity, place: str
+) -> None:
+    """It may be one that no search measured: stages put together, or what runs now."""
+    whole, _ = tuned(task, FakeDevice(), tmp_path / "whole", identity)
+    bad = getattr(whole, place)
+    device = FakeDevice()
+    device.lose = bad
+    errors = 0
+    for _ in range(2):
+        try:
+            decision, _ = tuned(task, device, tmp_path / "j", identity)
+        except TuningError:
+            errors += 1
+    assert errors == 1 and decision.result == "won"
+    assert decision.winner != bad and decision.runner_up != bad
+    if place != "winner":
+        assert decision.winner == whole.winner
+
+
 # ---------------------------------------------------------------- session
 
 

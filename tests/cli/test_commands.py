@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from importlib.metadata import requires
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -174,6 +176,8 @@ def test_generate_options_reach_the_engine(cli: Run, plain: dg.Engine) -> None:
         ("ids.json", '[["a"]]', 'got ["a"] at 0'),
         ("object.json", '{"a": 1}', "expected a list"),
         ("broken.json", "[", "is not JSON"),
+        ("deep.json", "[" * 100_000, "is not JSON"),
+        ("digits.json", f"[[{'7' * 5000}]]", "is not JSON"),
         ("bytes.txt", b"\xff\xfe", "not UTF-8"),
     ],
 )
@@ -406,6 +410,16 @@ def test_plan_for_a_device_that_was_measured(cli: Run) -> None:
     assert "device-profile: expected one of 'NVIDIA H200'" in refused.output
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("command", ["plan", "profile build", "profile what-if"])
+def test_choices_of_kernels_are_for_triton(cli: Run, command: str, backend: str) -> None:
+    arguments = ("--preset", "demo-dflash2", "--device-profile", "NVIDIA H200")
+    done = cli(*command.split(), *arguments, "--backend", backend)
+    assert (done.exit_code, done.stdout) == (1, "")
+    expected = f"expected --backend triton (it has kernels), got {backend}"
+    assert done.stderr == f"error: device-profile: {expected}\n"
+
+
 @pytest.mark.parametrize("name", ["1", "2", "prefill", "first_token", "sampling B=2", "catch-up"])
 def test_plan_buffers(cli: Run, name: str) -> None:
     arguments = ("plan", "--preset", "demo-dflash2", "--max-batch", "2", "--buffers", name)
@@ -422,6 +436,34 @@ def test_plan_without_speculation_has_no_draft(cli: Run) -> None:
     assert "draft" not in found["weights"]
     found = document(cli("plan", *PAIR, "--draft-tokens", "0", "--json"))
     assert "draft" not in found["weights"]
+
+
+# -- autotune --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status", "--geometry", "demo-dflash2"),
+        ("export", "-"),
+        ("show",),
+        ("show", "nvidia-h200.json"),
+    ],
+    ids=" ".join,
+)
+def test_a_device_that_nobody_measured_lists_what_is_known(
+    cli: Run, arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_GRAPH_PROFILES", str(tmp_path))
+    done = cli("autotune", *arguments, "--device", "nope")
+    assert (done.exit_code, done.stdout) == (1, "")
+    expected = "expected one that there are profiles of ('NVIDIA H200'), got 'nope'"
+    assert done.stderr == f"error: device: {expected}\n"
+
+
+def test_show_is_of_all_devices_by_default(cli: Run) -> None:
+    option = cli("autotune", "show", "--help", env={"COLUMNS": "200"}).stdout.partition("--device")
+    assert "Default: of all." in option[2] and "this machine's" not in option[2]
 
 
 # -- doctor ----------------------------------------------------------------------------------------
@@ -461,3 +503,72 @@ def test_doctor_fails_where_something_needed_does(
     assert not found["is_usable"]
     assert status["demo"] == status["no-such-package"] == "fail"
     assert status["c++"] == "warn" and status["torch"] == status["self-check"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "status", "least"),
+    [
+        ("rich", "1.0.0", "fail", "13.7"),
+        ("rich", "13.6.9", "fail", "13.7"),
+        ("rich", "13.7", "ok", ""),
+        ("rich", "13.7.1rc1+local", "ok", ""),
+        ("platformdirs", "4.0.0", "ok", ""),
+        ("triton", "3.5.1", "warn", "3.6"),
+        ("triton", "3.10", "ok", ""),
+    ],
+)
+def test_doctor_compares_versions(
+    cli: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    found: str,
+    status: str,
+    least: str,
+) -> None:
+    metadata = tmp_path / f"{name}-{found}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {found}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = cli("doctor", "--json")
+    assert done.exit_code == (status == "fail")
+    (check,) = (check for check in json.loads(done.stdout)["checks"] if check["name"] == name)
+    assert check["status"] == status and check["detail"].startswith(found)
+    assert check["detail"] == found or f"expected at least {least}: " in check["detail"]
+
+
+def test_doctor_understands_every_requirement() -> None:
+    """It reads lower bounds alone."""
+    stated = requires("dflash-graph")
+    assert stated is not None and set(doctor._needed()) <= set(stated)
+    assert all(re.fullmatch(r"[\w.-]+>=\d+(\.\d+)*", line) for line in doctor._needed())
+    for name in doctor._OPTIONAL:
+        assert re.fullmatch(rf"{name}>=\d+(\.\d+)*", doctor._optional(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("cache", "TORCHINDUCTOR_CACHE_DIR"),
+        ("kernels", "DFLASH_GRAPH_CACHE"),
+        ("profiles", "DFLASH_GRAPH_PROFILES"),
+    ],
+)
+def test_doctor_tries_each_folder(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, variable: str
+) -> None:
+    def check_of(folder: Path) -> dict[str, str]:
+        monkeypatch.setenv(variable, str(folder))
+        checks = document(cli("doctor", "--json"))["checks"]
+        (check,) = (check for check in checks if check["name"] == name)
+        return dict(check)
+
+    file = tmp_path / "file"
+    file.touch()
+    folder = tmp_path / "not" / "there"
+    assert check_of(folder) == {"name": name, "status": "ok", "detail": str(folder)}
+    assert not folder.parent.exists()
+    below = {"status": "warn", "detail": f"{file / 'x'}; not writable, set {variable}"}
+    assert check_of(file / "x") == {"name": name, **below}
+    check = check_of(file)
+    assert check["status"] == "warn" and variable in check["detail"]

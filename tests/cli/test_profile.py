@@ -18,6 +18,7 @@ from dflash_graph.cli.profile_acceptance import parse_cost
 from dflash_graph.cli.profile_read import parse_share
 from dflash_graph.cli.profile_what_if import parse_size
 from dflash_graph.errors import OptionError
+from dflash_graph.profile.build import READ_CEILING
 from dflash_graph.profile.document import Profile, json_schema
 from dflash_graph.profile.lint import rules
 from dflash_graph.profile.parts import Samples
@@ -26,7 +27,7 @@ from dflash_graph.state import Capacities
 
 Run = Callable[..., Any]
 
-NAMES = [name for name, _, _ in _COMMANDS]
+NAMES = [name for name, *_ in _COMMANDS]
 DEMO = ("--preset", "demo-dflash2")
 SMALL = ("--max-context", "256", "--context", "100", "--prefill-chunk", "64", "--max-batch", "1")
 MEASURE = ("--measure", "--turns", "3", "--dtype", "float32")
@@ -240,7 +241,10 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e3", "1PB", "1 2"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GB", "-1GB", "1e3", "1PB", "1 2", "9" * 400 + "GB", "9" * 305 + "TB", str(1 << 63)],
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(OptionError, match="memory: expected a size"):
         parse_size(text)
@@ -422,6 +426,28 @@ def test_what_acceptance_refuses(
     assert parse_cost("7=6.9") == (7, 6.9)
 
 
+@pytest.mark.parametrize("text", ["7=inf", "7=-inf", "7=nan", "7=1e-320", "7=1e-300", "7=1e999"])
+def test_costs_whose_speed_is_not_finite(cli: Run, rounds_file: Path, text: str) -> None:
+    done = cli("profile", "acceptance", rounds_file, "--cost", text, "--json")
+    assert_one_error(done, "cost: expected K=MS such as 7=6.9", repr(text))
+
+
+@pytest.mark.parametrize("command", ["build", "what-if"])
+@pytest.mark.parametrize("option", ["--ceiling", "--tflops"])
+@pytest.mark.parametrize("value", ["inf", "nan", "1e308"])
+def test_ceilings_that_are_not_finite(cli: Run, command: str, option: str, value: str) -> None:
+    done = cli("profile", command, *DEMO, option, value)
+    assert done.exit_code == 2 and "Error: " in done.stderr and option in done.stderr
+
+
+def test_records_that_no_round_makes_are_one_error(cli: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.json"
+    record = {"proposed": 10**9, "accepted": 1, "licensed": 2, "committed": 2}
+    path.write_text(json.dumps({"rounds": [record]}))
+    done = cli("profile", "acceptance", path)
+    assert_one_error(done, str(path), "accepted <= proposed <= 15", str(record))
+
+
 def test_export(cli: Run, measured_file: Path, tmp_path: Path) -> None:
     text = measured_file.read_text()
     assert cli("profile", "export", measured_file).stdout == text
@@ -446,21 +472,49 @@ def test_help(cli: Run, command: str, columns: str) -> None:
     done = cli("profile", command, "--help", env={"COLUMNS": columns})
     assert done.exit_code == 0
     assert f"dflash-graph profile {command}" in done.stdout.partition("Examples:")[2]
-    assert "\x1b" not in done.stdout and "…" not in done.stdout
+    assert "\x1b" not in done.stdout
 
 
-def test_help_of_all(cli: Run) -> None:
-    shown = cli("profile", "--help").stdout
-    assert all(name in shown for name in NAMES)
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+def test_help_of_all(cli: Run, columns: str) -> None:
+    summaries = cli("profile", "--help", env={"COLUMNS": columns}).stdout.partition("Commands:")[2]
+    assert all(f"\n  {name} " in summaries for name in NAMES) and "..." not in summaries
     assert cli("profile").exit_code == 2
 
 
+def test_help_of_a_ceiling_that_is_never_measured(cli: Run) -> None:
+    shown = cli("profile", "what-if", "--help", env={"COLUMNS": "200"}).stdout
+    assert f"What memory gives to reads. Default: {READ_CEILING}." in shown
+    assert "--measure" not in shown
+
+
 @pytest.mark.parametrize("command", ["show", "lint", "export", "acceptance"])
-@pytest.mark.parametrize("text", ["", "{}", '{"schema_name": "dflash_graph.profile"}', "\x00\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"schema_name": "dflash_graph.profile"}', "\x00\xff", "[" * 100_000],
+    ids=["empty", "object", "head", "bytes", "deep"],
+)
 def test_damaged_files_are_one_error(cli: Run, tmp_path: Path, command: str, text: str) -> None:
     path = tmp_path / "damaged.json"
     path.write_text(text, encoding="latin-1")
     assert_one_error(cli("profile", command, path), str(path))
+
+
+@pytest.mark.parametrize("command", ["list", "show", "lint", "acceptance"])
+def test_a_profile_that_readers_cannot_use_is_one_line(
+    cli: Run, measured_file: Path, tmp_path: Path, command: str
+) -> None:
+    path = tmp_path / "spoilt.json"
+    spoilt = json.loads(measured_file.read_text())
+    del spoilt["identity"]["options"]["lowering"]
+    path.write_text(json.dumps(spoilt))
+    (tmp_path / "sound.json").write_bytes(measured_file.read_bytes())
+    if command == "list":
+        done = cli("profile", "list", tmp_path)
+        assert done.exit_code == 0 and "sound.json" in done.stdout
+        assert f"damaged: {path}: identity.options: " in done.stdout
+    else:
+        assert_one_error(cli("profile", command, path), str(path), "expected lowering, a text")
 
 
 def test_the_installed_program(script: Path, program: Run, measured_file: Path) -> None:

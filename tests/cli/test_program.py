@@ -108,6 +108,65 @@ def test_a_closed_pipe_is_no_traceback(script: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+GENERATE = ("generate", demo.target_directory(), "--device", "cpu", "--lowering", "eager")
+WRITING: dict[str, tuple[object, ...]] = {
+    "text": ("plan", "--preset", "demo-dflash2"),
+    "json": ("plan", "--preset", "demo-dflash2", "--json"),
+    "graph": ("graph", "--preset", "demo-dflash2"),
+    "tokens": (*GENERATE, "--prompt", "import os", "--max-new-tokens", "2"),
+    "results": (*GENERATE, "--prompt", "import os", "--max-new-tokens", "2", "--json"),
+    "help": ("plan", "--help"),
+    "version": ("--version",),
+}
+NO_STDOUT = {">/dev/full": "No space left on device", ">&-": "Bad file descriptor"}
+
+
+@pytest.mark.parametrize("redirection", NO_STDOUT)
+@pytest.mark.parametrize("arguments", WRITING.values(), ids=WRITING)
+def test_a_stdout_that_fails_is_one_error(
+    program: Run, script: Path, arguments: tuple[object, ...], redirection: str
+) -> None:
+    command = (f'exec "$0" "$@" {redirection}', script, *arguments)
+    done = program("sh", "-c", *command, PYTHONUNBUFFERED="")
+    expected = f"error: stdout: expected a place to write, got {NO_STDOUT[redirection]}\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments"),
+    [({"PYTHONUNBUFFERED": "1"}, WRITING["text"]), ({"PYTHONIOENCODING": "ascii"}, ["--help"])],
+    ids=["unbuffered", "ascii"],
+)
+def test_a_stdout_that_fails_however_it_is_opened(
+    program: Run, script: Path, environment: dict[str, str], arguments: tuple[object, ...]
+) -> None:
+    done = program("sh", "-c", 'exec "$0" "$@" >/dev/full', script, *arguments, **environment)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: stdout: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        # Too little to be written before the program ends.
+        ("print('x')", 1, "error: stdout: expected a place to write, got No space left on device"),
+        ("os.write(os.open('/dev/full', os.O_WRONLY), b'x')", 1, "OSError: [Errno 28] No space "
+         "left on device"),
+    ],
+    ids=["at exit", "another file"],
+)  # fmt: skip
+def test_which_failures_are_of_stdout(program: Run, body: str, code: int, last: str) -> None:
+    source = (
+        "import os, sys, dflash_graph.cli as program\n"
+        f"program.app = lambda **_: {body}\n"
+        "sys.exit(program.main())"
+    )
+    command = ("sh", "-c", 'exec "$0" "$@" >/dev/full', sys.executable, "-c", source)
+    done = program(*command, PYTHONUNBUFFERED="")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, last)
+    assert ("Traceback" in done.stderr) == last.startswith("OSError")
+
+
 # -- help ------------------------------------------------------------------------------------------
 
 
@@ -117,7 +176,19 @@ def test_help_of_every_command(cli: Run, command: str, columns: str) -> None:
     done = cli(command, "--help", env={"COLUMNS": columns})
     assert done.exit_code == 0
     assert f"dflash-graph {command}" in done.stdout.partition("Examples:")[2]
-    assert ESCAPE not in done.stdout and "…" not in done.stdout
+    assert ESCAPE not in done.stdout and "..." not in done.stdout.partition("Commands:")[2]
+
+
+def test_help_of_the_program(cli: Run) -> None:
+    summaries = cli("--help").stdout.partition("Commands:")[2]
+    assert all(f"\n  {name} " in summaries for name in COMMANDS) and "..." not in summaries
+
+
+def test_verbose_promises_what_there_is(cli: Run) -> None:
+    """A second -v would be for messages of level debug."""
+    sources = Path(dg.__file__).parent.rglob("*.py")
+    has_debug = any("logger.debug(" in path.read_text(encoding="utf-8") for path in sources)
+    assert ("twice" in cli("--help").stdout) == has_debug
 
 
 def test_no_arguments_print_help(cli: Run) -> None:
@@ -185,6 +256,24 @@ def test_missing_directories(cli: Run, tmp_path: Path) -> None:
     assert_one_error(cli("plan", "--target", missing), str(missing / "config.json"))
     pair = ("--target", demo.target_directory(), "--draft", missing)
     assert_one_error(cli("graph", *pair), str(missing / "config.json"))
+    plain = ("--draft", missing, "--prompt", "x", "--plain")
+    assert_one_error(cli(*GENERATE, *plain), str(missing / "config.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("graph", "--target", demo.target_directory()),
+        ("plan", "--target", demo.target_directory()),
+        (*GENERATE, "--prompt", "x"),
+        (*GENERATE, "--prompt", "x", "--plain"),
+    ],
+    ids=["graph", "plan", "generate", "generate plainly"],
+)
+def test_drafts_need_a_draft(cli: Run, arguments: tuple[object, ...]) -> None:
+    done = cli(*arguments, "--draft-tokens", "3")
+    assert (done.exit_code, done.stdout) == (2, ""), done.output
+    assert "--draft-tokens 3 needs a draft: give --draft" in done.stderr
 
 
 def broken_target(folder: Path, spoil: Callable[[Path], None]) -> Path:

@@ -147,6 +147,7 @@ def test_one_node_may_differ_from_its_profile() -> None:
     [
         ("{", "a.json: expected a profile of choices, got JSONDecodeError"),
         ("[]", "a.json: expected a profile of choices, got TypeError"),
+        ("[" * 100_000, "a.json: expected a profile of choices, got RecursionError"),
         ("{}", r"a.json: expected a profile of choices, got KeyError\('schema'\)"),
         ('{"schema": 0}', f"a.json: expected schema {SCHEMA}, got 0"),
     ],
@@ -182,6 +183,58 @@ def test_stages_of_no_row_tile_are_refused() -> None:
     entry = {**document()["choices"][0], "num_stages": {}}
     with pytest.raises(ProfileError, match=r"a.json: expected .*num_stages is empty"):
         parsed(choices=[entry])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("op", 3, "op: expected a text, got 3"),
+        ("dtype", None, "linear: dtype: expected a text"),
+        ("sizes", [["O", 19]], "linear: sizes: expected an object"),
+        ("tiles", [["BLOCK_O", 64]], "linear: tiles: expected an object"),
+        ("tiles", {"BLOCK_O": "64"}, "linear: tiles.BLOCK_O: expected 0 or more, got '64'"),
+        ("tiles", {"BLOCK_O": -1}, "linear: tiles.BLOCK_O: expected 0 or more, got -1"),
+        ("tiles", {"BLOCK_O": True}, "linear: tiles.BLOCK_O: expected 0 or more, got True"),
+        ("num_warps", 3, "linear: num_warps: expected one of 1, 2, 4, 8, 16, got 3"),
+        ("num_warps", "8", "linear: num_warps: expected one of 1, 2, 4, 8, 16, got '8'"),
+        ("num_warps", True, "linear: num_warps: expected one of"),
+        ("num_stages", {"0": 3}, "linear: num_stages: expected row tiles of 1 and more, got 0"),
+        ("num_stages", {"16": 0}, "linear: num_stages.16: expected 1 or more, got 0"),
+        ("num_stages", {"16": "3"}, "linear: num_stages.16: expected 1 or more, got '3'"),
+        ("num_stages", [16], "expected a profile of choices, got AttributeError"),
+        ("pdl", 1, "linear: pdl: expected true or false, got 1"),
+        ("template", 7, "linear: template: expected a hash, got 7"),
+        ("versions", {"torch": 2.0}, "linear: versions.torch: expected a text, got 2.0"),
+        ("evidence", [], "linear: evidence: expected an object"),
+        ("evidence", {"margin": "0.1"}, "linear: evidence.margin: expected a number"),
+        ("evidence", {"winner_us": 10**400}, "linear: evidence.winner_us: expected a number"),
+        ("evidence", {"lead": float("inf")}, "Infinity is no finite number"),
+        ("variations", {"0": {"tiles": {}}}, "variations.0: expected row tiles of 1 and more"),
+        ("variations", {"64": {"tiles": {"TRIGGER": 0.5}}}, "variations.64.tiles.TRIGGER: expect"),
+        ("variations", {"64": {"tiles": {}, "num_warps": 5}}, "variations.64.num_warps: expected"),
+        ("variations", {"64": {"tiles": {}, "warps": 4}}, "of num_warps, tiles, got warps"),
+        ("numwarps", 8, "linear: expected fields of .*num_warps.*, got numwarps"),
+    ],
+)
+def test_a_field_out_of_range_is_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ProfileError, match=f"^a.json: .*{message}") as raised:
+        parsed(choices=[wide(**{field: value})])
+    assert len(str(raised.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": {"name": 3, "capability": 90}}, "device.name: expected a text, got 3"),
+        ({"device": {"name": "a", "capability": "90"}}, "capability: expected such as 90, got '90"),
+        ({"device": {"name": "a", "capability": 0}}, "capability: expected such as 90, got 0"),
+        ({"pdl": "yes"}, "pdl: expected true or false, got 'yes'"),
+        ({"measured": [{"round_us": float("nan")}]}, "NaN is no finite number"),
+    ],
+)
+def test_what_a_profile_says_of_all_is_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=f"^a.json: .*{message}"):
+        parsed(**changes)
 
 
 def test_what_an_entry_may_leave_out_is_not_known() -> None:

@@ -134,3 +134,33 @@ def test_records_in_any_document() -> None:
     for empty in ({}, [], None, 3, {"rounds": [{"proposed": 1}]}, [{**record, "accepted": "1"}]):
         with pytest.raises(ProfileError, match="records of rounds"):
             counts_in(empty)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"proposed": 10**9},
+        {"proposed": 16},
+        {"proposed": 0},
+        {"accepted": -1, "licensed": 0, "committed": 0},
+        {"licensed": 3},
+        {"committed": 3},
+        {"committed": -1},
+        {"committed": True},
+        {"proposed": 2.0},
+    ],
+    ids=str,
+)
+def test_records_that_no_round_makes(change: dict[str, object]) -> None:
+    record = {"proposed": 2, "accepted": 1, "licensed": 2, "committed": 2}
+    wrong = record | change
+    with pytest.raises(ProfileError, match="accepted <= proposed <= 15") as raised:
+        counts_in({"rounds": [record, wrong]})
+    assert str(raised.value).endswith(f"got {wrong}")
+
+
+def test_records_lie_at_any_depth() -> None:
+    document: object = {"proposed": 15, "accepted": 15, "licensed": 16, "committed": 0}
+    for _ in range(5000):
+        document = [document]
+    assert counts_in(document) == counted([RoundRecord(15, 15, 16, 0)])

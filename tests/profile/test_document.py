@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from dflash_graph.errors import ProfileError
 from dflash_graph.profile.document import SCHEMA, VERSION, Profile, json_schema
 from dflash_graph.profile.parts import NodeProfile, Samples
+from dflash_graph.profile_store import require_place, update
 
 Spoil = Callable[[dict[str, Any]], None]
 
@@ -104,12 +106,54 @@ def no_samples(document: dict[str, Any]) -> None:
     document["executors"][0]["measured"]["values"] = []
 
 
+def put(*path: str | int, value: Any) -> Spoil:
+    """Puts a value at a place of a document."""
+
+    def spoil(document: Any) -> None:
+        for part in path[:-1]:
+            document = document[part]
+        document[path[-1]] = value
+
+    return spoil
+
+
+EXECUTOR = ("executors", 0)
+NODE = (*EXECUTOR, "segments", 0, "nodes", 0)
+BUFFER = (*EXECUTOR, "plan", "buffers", 0)
+
 DAMAGE: dict[str, tuple[Spoil, str]] = {
     "a part is missing": (drop_identity, "identity"),
     "of a later version": (other_version, f"version {VERSION + 1}"),
     "of another schema": (other_schema, "something else"),
     "an unknown field": (unknown_field, "ceiling.colour"),
     "a measurement of nothing": (no_samples, "executors.0.measured.values"),
+    "no executors": (put("executors", value=[]), "executors: "),
+    "a target of text": (put("identity", "geometry", "target", value="x"), "geometry: .*target"),
+    "a vocabulary of lists": (put("identity", "geometry", "emitted_vocab", value=[]), "vocabular"),
+    "a ceiling beyond floats": (put("ceiling", "read_tb_per_s", value=1e300), "read_tb_per_s"),
+    "rounds of no time": (put(*EXECUTOR, "measured", "values", value=[0.0]), "rounds above 0"),
+    "a round before its start": (put(*EXECUTOR, "measured", "values", value=[-1.0]), "values.0"),
+    "a time without inverse": (put(*NODE, "floor_us", value=1e-320), "floor_us: .*1e-30"),
+    "a time without end": (put(*NODE, "floor_us", value=1e300), "floor_us"),
+    "huge bytes of a node": (put(*NODE, "read_bytes", value=10**400), "read_bytes"),
+    "huge bytes of memory": (put("memory", 0, "planned_bytes", value=1 << 63), "planned_bytes"),
+    "negative bytes": (put(*NODE, "write_bytes", value=-1), "write_bytes"),
+    "a life past the steps": (put(*BUFFER, "last", value=10**6), "plan: .*first <= last < "),
+    "a life before the steps": (put(*BUFFER, "first", value=-1), "buffers.0.first"),
+    "a life that ends first": (
+        put(
+            *EXECUTOR,
+            "plan",
+            "buffers",
+            value=[{"name": "x", "values": ["x"], "offset": 0, "nbytes": 0, "first": 1, "last": 0}],
+        ),
+        "buffer 'x': expected first <= last",
+    ),
+    "a buffer past the arena": (put(*BUFFER, "offset", value=1 << 62), "plan: .*the arena"),
+    "a segment past the steps": (
+        put(*EXECUTOR, "plan", "boundaries", value=[0, 10**6]),
+        "plan: .*boundaries in 0",
+    ),
 }
 
 
@@ -122,7 +166,31 @@ def test_damage_is_named(timed_profile: Profile, spoil: Spoil, words: str) -> No
     assert str(raised.value).startswith("some.json: ") and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\x01", '{"schema_name": 3}'])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lowering": None}, "expected lowering, a text, got None"),
+        ({"draft_tokens": "7"}, r"expected draft_tokens in 0\.\.15, got '7'"),
+        ({"draft_tokens": 16}, r"expected draft_tokens in 0\.\.15, got 16"),
+        ({"max_batch": 0}, "expected max_batch, 1 or more, got 0"),
+    ],
+)
+def test_a_file_has_the_options_that_commands_read(
+    demo_profile: Profile, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "some.json"
+    document = demo_profile.model_dump(mode="json")
+    document["identity"]["options"] |= change
+    path.write_text(json.dumps(document))
+    with pytest.raises(ProfileError, match=rf"some\.json: identity\.options: {words}"):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "\x00\x01", '{"schema_name": 3}', "[" * 100_000],
+    ids=["empty", "torn", "list", "null", "bytes", "another", "deep"],
+)
 def test_what_is_no_profile(text: str) -> None:
     with pytest.raises(ProfileError):
         Profile.parse(text)
@@ -152,6 +220,34 @@ def test_a_failed_save_leaves_the_old_file(
         demo_profile.model_copy(update={"memory": ()}).save(path)
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(demo_profile: Profile, tmp_path: Path) -> None:
+    """To replace what a name leads to would take a device node, or a repository's file, away."""
+    (tmp_path / "kept").mkdir()
+    link, target = tmp_path / "link.json", tmp_path / "kept" / "target.json"
+    link.symlink_to(target)
+    demo_profile.save(link)
+    assert link.is_symlink() and Profile.load(target) == demo_profile
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        text = pool.submit(pipe.read_text)
+        demo_profile.save(pipe)
+        assert text.result(60) == demo_profile.to_json()
+    assert pipe.is_fifo()
+    with pytest.raises(ProfileError, match="no regular file"):
+        update(pipe, lambda document: {})
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["kept", "link.json", "pipe"]
+
+
+def test_a_place_is_tried_before_the_work(tmp_path: Path) -> None:
+    for path in (tmp_path / "new.json", Path("/dev/null"), Path("new.json")):
+        require_place(path)
+    for path in (tmp_path, Path(""), tmp_path / "nothing" / "new.json"):
+        with pytest.raises(ProfileError, match="expected a place to write"):
+            require_place(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_cannot_be_used(demo_profile: Profile, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import dflash_graph as dg
 from dflash_graph import demo
 from dflash_graph.bench import nodes as timing
-from dflash_graph.bench.rounds import measure_round
+from dflash_graph.bench.rounds import measure_round, round_frame
 from dflash_graph.errors import OptionError
 from dflash_graph.kernels import node_case
 from dflash_graph.profile.build import started_profile
@@ -88,6 +88,22 @@ def test_ops_of_other_lowerings_have_no_times() -> None:
     rounds = start("eager", max_batch=1)
     with pytest.raises(OptionError, match="expected lowering 'triton'"):
         measure_round(rounds, 1, CONTEXT, ops=True)
+
+
+def test_a_round_has_a_block_before_it_and_one_within() -> None:
+    """Positions before the first would be written to other state."""
+    rounds = start("eager", max_batch=1)
+    room = rounds.capacities.context - rounds.columns
+    for context in (-1, 0, rounds.columns - 1, room + 1):
+        for call in (
+            lambda: round_frame(rounds, 1, context),  # noqa: B023 - called within this turn
+            lambda: timing.time_rounds(rounds, batches=[1], context=context),  # noqa: B023
+        ):
+            with pytest.raises(OptionError, match=rf"{rounds.columns}\.\.{room} tokens"):
+                call()
+    for context in (rounds.columns, room):
+        fields = round_frame(rounds, 1, context)
+        assert min(fields["context_positions"][0][0]) == context - rounds.columns
 
 
 @pytest.mark.gpu
