@@ -78,6 +78,7 @@ class Scheduler:
         if prefilling is not None:
             with self._failing_alone(prefilling, "prefill"):
                 self._prefill(prefilling)
+            self._store_prefix(prefilling)
         decoding = [r for r in self.active if r.is_decoding]
         if decoding:
             self._round(decoding)
@@ -202,6 +203,9 @@ class Scheduler:
         except BaseException as error:
             self._fail(request, f"its first token was interrupted ({error!r})", error)
             raise
+
+    def _store_prefix(self, request: Request) -> None:
+        """Keep the state of a prompt that was processed in this step, for prompts like it."""
         if self.prefixes.capacity and request.is_decoding and request.media is None:
             self.prefixes.store(self.take(request))
 

@@ -171,7 +171,7 @@ def test_another_model(
     if "draft_causality" in options:
         pair = replace(shop.model(engine).pair, draft_causality="sliding")
         model = Model(pair, shop.model(engine).weights)
-        options = {"model": model}
+        options = {"model": model, **options}
     _, (_, checkpoint) = taken(shop, load(source), source, PARAMS)
     message = refused(load(engine, **options), checkpoint, *words)
     assert f"another {words[0]}" in message
