@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final
 
-from dflash_graph.choices import Choice, Variation, variations_document
+from dflash_graph.choices import WARPS, Choice, Variation, variations_document
 from dflash_graph.kernels.registry import power_of_two
 from dflash_graph.op import Sizes
 
@@ -373,7 +373,7 @@ _GDN = tuple(
 )
 
 _ROWS = tuple(
-    Space(keys={op: keys}, tiles=lambda n, dtype: {}, warps=(1, 2, 4, 8, 16))
+    Space(keys={op: keys}, tiles=lambda n, dtype: {}, warps=WARPS)
     for op, keys in (
         ("rms_norm", ("H",)),
         ("head_norm_rope", ("query_parts", "q_heads", "kv_heads", "head_dim")),

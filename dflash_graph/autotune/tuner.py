@@ -159,7 +159,7 @@ class Tuner:
         task = search.task
         waiting = []
         for candidate in candidates:
-            known = self.journal.get(self._key(task, "candidate", candidate.document()))
+            known = self._known(task, candidate)
             if known is None:
                 waiting.append(candidate)
             else:
@@ -189,13 +189,20 @@ class Tuner:
         self.measured += len(outcomes)
         return outcomes
 
+    def _own_key(self, task: Task, candidate: Candidate) -> str:
+        """Of what is known of a candidate by itself, without company."""
+        return self._key(task, "candidate", candidate.document())
+
+    def _known(self, task: Task, candidate: Candidate) -> Outcome | None:
+        return self.journal.get(self._own_key(task, candidate))
+
     def _keep(self, task: Task, candidate: Candidate, outcome: Outcome) -> Outcome:
-        key = self._key(task, "candidate", candidate.document())
-        return self.journal.add(key, outcome, self._about(task, "candidate", candidate))
+        about = self._about(task, "candidate", candidate)
+        return self.journal.add(self._own_key(task, candidate), outcome, about)
 
     def _has_failed(self, task: Task, candidate: Candidate) -> bool:
         """Whether it is noted as failed: alone, or when a final lost the device by it."""
-        known = self.journal.get(self._key(task, "candidate", candidate.document()))
+        known = self._known(task, candidate)
         return known is not None and known.status == "failed"
 
     def _final(self, task: Task, finalists: Sequence[Candidate]) -> list[Outcome]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 
@@ -96,8 +97,8 @@ def test_a_round_has_a_block_before_it_and_one_within() -> None:
     room = rounds.capacities.context - rounds.columns
     for context in (-1, 0, rounds.columns - 1, room + 1):
         for call in (
-            lambda: round_frame(rounds, 1, context),  # noqa: B023 - called within this turn
-            lambda: timing.time_rounds(rounds, batches=[1], context=context),  # noqa: B023
+            partial(round_frame, rounds, 1, context),
+            partial(timing.time_rounds, rounds, batches=[1], context=context),
         ):
             with pytest.raises(OptionError, match=rf"{rounds.columns}\.\.{room} tokens"):
                 call()
