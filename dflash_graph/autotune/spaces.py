@@ -365,10 +365,11 @@ _HEAD = Space(
 )
 
 _GDN = tuple(
-    Space(keys={op: keys}, tiles=lambda n, dtype: {"BLOCK_V": (16, 32, 64)}, warps=(2, 4, 8))
-    for op, keys in (
-        ("gdn_mixer", ("key_heads", "key_dim", "value_heads", "value_dim", "taps")),
-        ("gdn_commit", ("Hk", "Dk", "Hv", "Dv", "depth")),
+    Space(keys={op: keys}, tiles=lambda n, dtype: {"BLOCK_V": (16, 32, 64)}, warps=warps)
+    for op, keys, warps in (
+        # What its launch takes with every tile: sums have one order then.
+        ("gdn_mixer", ("key_heads", "key_dim", "value_heads", "value_dim", "taps"), (2, 4)),
+        ("gdn_commit", ("Hk", "Dk", "Hv", "Dv", "depth"), (2, 4, 8)),
     )
 )
 

@@ -7,21 +7,19 @@ from dflash_graph.kernels.registry import Kernel, power_of_two, register
 from dflash_graph.op import Sizes
 
 
-def _choose(values: int, key_dim: int, value_dim: int) -> Choice:
-    """Four warps share the work of one convolution.
-
-    Args:
-        values: of the state, at most so many a thread.
-    """
-    rows = min(values, power_of_two(value_dim), max(16, values * 128 // power_of_two(key_dim)))
-    return Choice({"BLOCK_V": rows}, num_warps=4, num_stages=1)
+def _choose(rows: int, key_dim: int, value_dim: int) -> Choice:
+    """Two warps wait for each other less than four, and share rows of the state, at most so many
+    that a thread has 64 of its values."""
+    rows = min(rows, power_of_two(value_dim), max(16, 4096 // power_of_two(key_dim)))
+    return Choice({"BLOCK_V": rows}, num_warps=2, num_stages=1)
 
 
 def _mixer_workspace(n: Sizes, choice: Choice) -> int:
-    """Of a program and column: query, key, value and gates; of a column: what the norm reads."""
+    """Of a column: every vector with four values more, and what the norm reads."""
     block = choice.tiles["BLOCK_V"]
-    scratch = -(-n.value_dim // block) * (2 * power_of_two(n.key_dim, 32) + block + 4)
-    return 4 * n.B * n.W * n.value_heads * (scratch + n.value_dim)
+    vector = max(block, power_of_two(n.key_dim, 32), power_of_two(n.value_dim, 1)) + 4
+    scratch = (2 * n.key_heads + n.value_heads) * vector
+    return 4 * n.B * n.W * (scratch + n.value_heads * n.value_dim)
 
 
 register(
@@ -34,7 +32,8 @@ register(
             "DV": n.value_dim,
             "TAPS": n.taps,
         },
-        choose=lambda n, dtype: _choose(64, n.key_dim, n.value_dim),
+        # Few requests want more programs, many fewer that repeat the loads of keys. No sum follows.
+        choose=lambda n, dtype: _choose(16 if n.B <= 2 else 32, n.key_dim, n.value_dim),
         scalars=("eps",),
         workspace=_mixer_workspace,
     )
@@ -50,7 +49,6 @@ register(
             "CHANNELS": n.C,
             "DEPTH": n.depth,
         },
-        # It only updates, so more programs are worth more than fewer loads of keys.
-        choose=lambda n, dtype: _choose(32, n.Dk, n.Dv),
+        choose=lambda n, dtype: _choose(16, n.Dk, n.Dv),
     )
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash_graph.errors import ShapeError
-from dflash_graph.kernels import kernel_case
+from dflash_graph.kernels import Choice, kernel_case
 from dflash_graph.op import spec_of
 from dflash_graph.ops import get_op
 from dflash_graph.testing import F32_REDUCTION, Tolerance, assert_matches, poison_, same_bytes
@@ -185,3 +185,11 @@ def test_refuses_other_tensors(rng, tmp_path, run):
     shifted = torch.zeros(call["g"][0].numel() + 1)[1:].view_as(call["g"][0])
     with pytest.raises(ShapeError, match="aligned to 16 bytes"):
         module.prepare(**{**call, "g": [call["g"][0], shifted]})
+
+
+@pytest.mark.parametrize("warps", [1, 8])
+def test_refuses_warps_that_sum_in_another_order(rng, run, warps):
+    case, attributes = mixer_case(rng, [1], [2], 2, GEOMETRIES[0])
+    choice = Choice({"BLOCK_V": 16}, num_warps=warps, num_stages=1)
+    with pytest.raises(ShapeError, match=f"gdn_mixer: expected 2 to 4 warps.* got {warps}"):
+        run(MIXER, case, attributes, choice=choice)

@@ -216,6 +216,60 @@ def test_the_squares_of_a_row_are_summed_in_one_order(
 
 
 @pytest.mark.usefixtures("needs_triton")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_rule_sums_in_one_order(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms and rule alike: eight lanes of four neighbours a row, in all tiles a launch takes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    sizes = {"key_heads": 2, "key_dim": 128, "value_heads": 4, "value_dim": 64, "eps": 1e-6}
+    shapes = {
+        "taps_weight": ("768 4", "bfloat16"),
+        "history": ("5 3 768", "bfloat16"),
+        "a_log": ("4", "float32"),
+        "dt_bias": ("4", "float32"),
+        "norm": ("64", "bfloat16"),
+        "state": ("5 4 64 128", "float32"),
+    }
+    for batch, block, warps in ((1, 16, 2), (1, 16, 4), (2, 32, 2), (2, 64, 4), (8, 64, 16)):
+        shapes |= {
+            "x": (f"{batch} 5 768", "bfloat16"),
+            "ba": (f"{batch} 5 8", "bfloat16"),
+            "z": (f"{batch} 5 256", "bfloat16"),
+            "slots": (f"{batch}", "int32"),
+            "live": (f"{batch}", "int32"),
+        }
+        specs = {
+            name: TensorSpec(tuple(map(int, shape.split())), dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+        choice = Choice({"BLOCK_V": block}, num_warps=warps, num_stages=1)
+        case = kernel_case("gdn_mixer", specs, sizes, choice=choice)
+        assert case is not None
+        compile_case(case, capability, cache_dir=tmp_path)
+    found: dict[str, set[str]] = {}
+    for file in tmp_path.glob("triton/*/gdn_mixer_*.ttgir"):
+        if "norm" in file.name:
+            continue
+        text = file.read_text(encoding="utf-8")
+        layouts = re.findall(r"}\) : \(tensor<\d+x32xf32, (#\w+)>", text)
+        assert layouts
+        for layout in layouts:
+            (where,) = re.findall(
+                rf"^{layout} = #ttg.blocked<{{(sizePerThread = .*), warpsPerCTA",
+                text,
+                re.MULTILINE,
+            )
+            found.setdefault(where, set()).add(file.name)
+    assert found == {
+        "sizePerThread = [1, 4], threadsPerWarp = [4, 8]": {
+            "gdn_mixer_kernel.ttgir",
+            "gdn_mixer_prepare_kernel.ttgir",
+        }
+    }
+
+
+@pytest.mark.usefixtures("needs_triton")
 def test_spills_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One warp holds 64 x 128 accumulators: more registers than a thread has."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
