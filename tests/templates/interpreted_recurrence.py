@@ -88,6 +88,18 @@ def test_mixer(rng, check, dtype, tolerance, geometry, slots, lives, width):
         assert not found["out"][b, live:].any() and not found["u"][b, live:].any()
 
 
+def test_log_decays_keep_their_last_bits(rng, run):
+    """softplus from where it is exp(x) to where it is x."""
+    width = 64
+    case, attributes = mixer_case(rng, [1], [width], width, GEOMETRIES[0])
+    case["ba"][0, :, 2:] = torch.linspace(-30.0, 30.0, 2 * width).view(width, 2)
+    case["a_log"].zero_()
+    case["dt_bias"].zero_()
+    found = run(MIXER, case, attributes)["g"][0].double()
+    expected = -torch.log1p(torch.exp(case["ba"][0, :, 2:].double()))
+    assert float((found / expected - 1.0).abs().max()) < 4e-7
+
+
 @pytest.mark.parametrize("taps", [1, 2])
 def test_mixer_taps(rng, check, taps):
     case, attributes = mixer_case(rng, [1], [3], 3, GEOMETRIES[0], taps=taps)
