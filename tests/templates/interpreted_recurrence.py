@@ -83,6 +83,8 @@ def columns(case, start, stop):
 def test_mixer(rng, check, dtype, tolerance, geometry, slots, lives, width):
     case, attributes = mixer_case(rng, slots, lives, width, geometry, dtype)
     case["x"][0, 0, :3] = torch.tensor([0.0, 300.0, -300.0])
+    if dtype == torch.bfloat16:
+        case["norm"] *= 0.25  # with a gate of 3, cuts of y would be beyond a bound for its size
     found = check(MIXER, case, attributes, tolerance)
     for b, live in enumerate(lives):
         assert not found["out"][b, live:].any() and not found["u"][b, live:].any()
