@@ -184,6 +184,23 @@ def test_compiles_ahead_of_time(
     assert problems([found], 0) == []
 
 
+def sum_layouts(file: Path, summed: str) -> list[str]:
+    """How a compiled kernel shares what it sums among threads and lanes, sum by sum.
+
+    Args:
+        file: the kernel in Triton's GPU dialect.
+        summed: pattern of the shape and dtype of what is summed.
+    """
+    text = file.read_text(encoding="utf-8")
+    found = []
+    for layout in re.findall(rf"}}\) : \(tensor<{summed}, (#\w+)>", text):
+        (where,) = re.findall(
+            rf"^{layout} = #ttg.blocked<{{(sizePerThread = .*), warpsPerCTA", text, re.MULTILINE
+        )
+        found.append(where)
+    return found
+
+
 @pytest.mark.usefixtures("needs_triton")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_squares_of_a_row_are_summed_in_one_order(
@@ -206,12 +223,8 @@ def test_the_squares_of_a_row_are_summed_in_one_order(
     files = list(tmp_path.glob("triton/*/linear_kernel.ttgir"))
     assert len(files) == 4
     for file in files:
-        text = file.read_text(encoding="utf-8")
-        (layout,) = re.findall(r"}\) : \(tensor<\d+x1x128xf32, (#\w+)>\)", text)
-        (where,) = re.findall(
-            rf"^{layout} = #ttg.blocked<{{(sizePerThread = .*), warpsPerCTA", text, re.MULTILINE
-        )
-        found.add(where)
+        (layout,) = sum_layouts(file, r"\d+x1x128xf32")
+        found.add(layout)
     assert found == {"sizePerThread = [1, 1, 4], threadsPerWarp = [1, 1, 32]"}
 
 
@@ -251,16 +264,10 @@ def test_the_rule_sums_in_one_order(
     for file in tmp_path.glob("triton/*/gdn_mixer_*.ttgir"):
         if "norm" in file.name:
             continue
-        text = file.read_text(encoding="utf-8")
-        layouts = re.findall(r"}\) : \(tensor<\d+x32xf32, (#\w+)>", text)
+        layouts = sum_layouts(file, r"\d+x32xf32")
         assert layouts
         for layout in layouts:
-            (where,) = re.findall(
-                rf"^{layout} = #ttg.blocked<{{(sizePerThread = .*), warpsPerCTA",
-                text,
-                re.MULTILINE,
-            )
-            found.setdefault(where, set()).add(file.name)
+            found.setdefault(layout, set()).add(file.name)
     assert found == {
         "sizePerThread = [1, 4], threadsPerWarp = [4, 8]": {
             "gdn_mixer_kernel.ttgir",
